@@ -1,8 +1,8 @@
-"""Prompts being computed right now: who computes which page, so that nobody computes it a second time.
+"""Records which running request computes which page, so that no page is computed twice at the same time.
 
-A running request announces the pages of its prompt. Another that needs one of them waits until it arrives (n samples
-of one prompt, or two clients asking the same thing at once). The last page of a prompt is usually not full and never
-enters the tree; it is announced as the prompt's tail, to be copied by requests with the very same prompt.
+A running request claims the pages of its prompt. A request that needs one of them is held until the page is in the
+prefix tree (n samples of one prompt, or two clients with equal prompts). The last page of a prompt is usually not full
+and never enters the tree; it is claimed as the prompt's tail, and requests with the same prompt copy it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Claims:
         self._owners: dict[bytes, Request] = {}
 
     def tail_start(self, request: Request) -> int:
-        """Where the prompt's last page begins: what is before it can be shared, its last token is always computed."""
+        """Return where the prompt's last page begins: earlier pages can be shared, the last token is not."""
         return (request.prompt_len - 1) // self._page_tokens * self._page_tokens
 
     def announce(self, request: Request) -> None:
-        """Claim what nobody else is computing: the pages after `computed`, and the tail."""
+        """Claim the pages after `computed` and the tail, except those that another request has claimed."""
         lease = lease_of(request)
         last = self.tail_start(request) // self._page_tokens
         lease.extend_keys(request.tokens, last)
@@ -33,7 +33,7 @@ class Claims:
         lease.claims_tail = self._owners[self._tail_key(request)] is request
 
     def wait_for(self, request: Request, matched: int) -> bytes | None:
-        """The furthest page of this prompt, beyond `matched` tokens, that a running request is about to compute."""
+        """Return the key of this prompt's last page beyond `matched` tokens that a running request will compute."""
         lease = lease_of(request)
         last = self.tail_start(request) // self._page_tokens
         lease.extend_keys(request.tokens, last)
@@ -52,14 +52,14 @@ class Claims:
         return self._owners.get(self._tail_key(request))
 
     def complete(self, request: Request, keys: list[bytes]) -> list[bytes]:
-        """These pages are in the tree now: those who waited for them can go on."""
+        """Remove the claims of pages that are in the tree now; return their keys, for which requests may be held."""
         done = [key for key in keys if self._owners.get(key) is request]
         for key in done:
             del self._owners[key]
         return done
 
     def withdraw(self, request: Request) -> list[bytes]:
-        """The request stopped computing; whoever waited for these keys must look again."""
+        """Remove all claims of a request that no longer runs. Requests held for the returned keys must match again."""
         lease = lease_of(request)
         dropped = [key for key in lease.claimed if self._owners.get(key) is request]
         for key in dropped:
@@ -68,7 +68,7 @@ class Claims:
         return dropped
 
     def complete_tail(self, request: Request) -> list[bytes]:
-        """The key of the tail this request leads, the first time its prompt is computed."""
+        """Return the key of this request's claimed tail, once, when its prompt has been computed."""
         lease = lease_of(request)
         if not lease.claims_tail or request.computed < request.prompt_len - 1:
             return []

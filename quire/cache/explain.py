@@ -1,6 +1,7 @@
-"""Questions people ask of the prefix cache: why was this not a hit, and please keep that one.
+"""Explains why a prompt hits or misses the prefix cache, and pins prefixes.
 
-Both look prompts up the way a request would, without being one. `LLM.explain` and `LLM.pin` call them.
+Both functions match the tokens as the admission of a request does, without a request. `LLM.explain` and `LLM.pin` call
+them.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from quire.types import Request, SamplingParams
 
 @dataclass(slots=True)
 class Explanation:
-    """Why a prompt was or was not served from the cache."""
+    """How much of a prompt is cached, and why not more."""
 
     num_tokens: int
-    cached_len: int  # tokens that would come from the cache now
-    diverged_at: int | None  # first token at which it leaves everything that is cached; None: it does not
+    cached_len: int  # tokens that a request would take from the cache now
+    diverged_at: int | None  # first token after the longest cached prefix; None: all of them are known
     reason: str
 
 
 def explain(index: CacheIndex, tokens: list[int], salt: bytes = b"") -> Explanation:
-    """Where a prompt leaves what is cached."""
+    """Compare a prompt with the cached prefixes of the same salt."""
     size = index.page_tokens
     request = _probe(index, tokens, salt)
     lease = lease_of(request)
@@ -52,7 +53,7 @@ def explain(index: CacheIndex, tokens: list[int], salt: bytes = b"") -> Explanat
 
 
 def pin(index: CacheIndex, tokens: list[int], salt: bytes = b"", *, pinned: bool = True) -> int:
-    """Soft-pin (or unpin) the cached part of these tokens: it is evicted last. Returns how many tokens that is."""
+    """Pin (or unpin) the cached prefix of these tokens, so that it is evicted last. Returns its length in tokens."""
     match = index.match(_probe(index, tokens, salt), limit=len(tokens))
     if match.nodes:
         index.tree.pin(match.nodes[-1], 1 if pinned else -1)

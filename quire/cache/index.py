@@ -1,11 +1,11 @@
-"""Who gets which bytes of the cache: leases, the prefix tree and the host swap space, for all groups at once.
+"""Assigns the cache's units to requests: leases, the prefix tree and host swap space, for all groups of a model.
 
 The scheduler calls it while it plans (`admit`, `reserve`, `snapshot`, `swap_out`, `swap_in`) and while it commits
-(`commit`, `release`, `settle`). It moves no bytes: what must move is appended to the plan, and the runtime moves it
-in plan order. It imports no torch, so that it can be tested and simulated in milliseconds.
+(`commit`, `release`, `settle`). It moves no bytes: it appends copies to the plan, and the runtime executes them in plan
+order. It imports no torch, so that it can be tested and simulated in milliseconds.
 
-`UnitLedger` counts the units: what is released while steps are in flight is free only when the step it names has
-committed.
+Methods with a `fence` release units once that step has committed, because steps in flight may still use them;
+`UnitLedger` counts the units.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class CacheIndex:
         self._lookup = Lookup(specs, self.tree)
         self.available = self.ledger.available
         self.settle = self.ledger.settle
-        self._last_match: tuple[Lease, int, int, Match] | None = None  # with the pages asked for and the tree's changes
+        self._last_match: tuple[Lease, int, int, Match] | None = None  # lease, max. pages, tree.num_changes, match
         self._to_clear: list[Copy] = []
-        self._leases: set[Lease] = set()  # those that hold something, for check()
+        self._leases: set[Lease] = set()  # leases with units, for check()
         self.claims = Claims(self.page_tokens)
         self.capacity_tokens = self._capacity_tokens()
 
     def empty_copy(self) -> CacheIndex:
-        """One of the same size that holds nothing. Units that await clearing are still cleared first."""
+        """Return an empty index of the same sizes. Units that await zeroing are zeroed by its first plan."""
         sizes = [pool.num_units for pool in self.pools]
         host = [pool.num_units for pool in self.ledger.host_pools] if self.can_swap else None
         new = CacheIndex(self.specs, sizes, host, prefix_cache=self.prefix_cache)
         new._to_clear = self._to_clear
         return new
 
-    # -- asking ---------------------------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------------------------
 
     @property
     def pools(self) -> list[Pool]:
@@ -69,17 +69,17 @@ class CacheIndex:
 
     @property
     def settled(self) -> int:
-        """The last step that is known to have committed."""
+        """The last step known to have committed."""
         return self.ledger.settled
 
     def reservable(self, request: Request) -> int:
-        """How many tokens this request could have state for, with all that is free now."""
+        """Return for how many tokens this request could have pages if it took all that are available now."""
         lease = lease_of(request)
         pages = min((len(lease.units[g]) + self._free_for(lease, g) for g in self.paged), default=1 << 40)
         return pages * self.page_tokens
 
     def match(self, request: Request, limit: int | None = None) -> Match:
-        """What the cache offers this request now, at most `limit` tokens (by default all but the last of them)."""
+        """Return the longest cached prefix of this request, at most `limit` tokens (default: all but the last)."""
         lease = lease_of(request)
         last = len(request.tokens) - 1 if limit is None else limit
         max_pages = last // self.page_tokens
@@ -87,8 +87,8 @@ class CacheIndex:
             return Match()
         last_match, changes = self._last_match, self.tree.num_changes
         if last_match is not None and last_match[0] is lease and last_match[1:3] == (max_pages, changes):
-            return last_match[3]  # asked a moment ago, whether to wait; now to go on
-        lease.extend_keys(request.tokens, max_pages, self.tree)  # admission needs them all: announcing names every page
+            return last_match[3]  # the scheduler matches once to check for claims and again to admit
+        lease.extend_keys(request.tokens, max_pages, self.tree)  # all keys: admission claims every page
         match = self._lookup.longest(lease.keys[:max_pages])
         self._last_match = (lease, max_pages, changes, match)
         return match
@@ -96,9 +96,10 @@ class CacheIndex:
     # -- planning -------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, plan: Plan, margin: int) -> bool:
-        """Give a waiting request its head start and room for all its tokens, with `margin` units to spare.
+        """Give a waiting request its cached prefix and units for all its tokens, leaving `margin` units available.
 
-        On success `request.computed` is what came from the cache. On failure nothing has changed.
+        Returns True and sets `request.computed` to the length of the cached prefix, or returns False and changes
+        nothing.
         """
         lease = lease_of(request)
         match = self.match(request)
@@ -123,11 +124,11 @@ class CacheIndex:
             lease.units[group] = [slot]
             if snapshot == ABSENT:
                 plan.copies.append(Copy(CopyKind.ZERO, group, 0, slot))
-            elif slot != snapshot:  # else the last slot to be had was the snapshot's own, which holds what is wanted
+            elif slot != snapshot:  # equal if `take` evicted the snapshot itself: its bytes are in place
                 plan.copies.append(Copy(CopyKind.DEVICE, group, snapshot, slot))
         for group in self.paged:
             missing = self._num_missing(lease, group, request)
-            if group in self.windowed:  # taken as it moves on
+            if group in self.windowed:  # taken as the window advances
                 self._windows.reserve(lease, group, missing)
             else:
                 lease.units[group] += self.ledger.take_all(group, missing)
@@ -140,12 +141,12 @@ class CacheIndex:
         return True
 
     def reserve(self, request: Request, length: int, plan: Plan) -> bool:
-        """Room for `length` tokens, in every group or in none."""
+        """Extend the lease to `length` tokens in all groups; returns False and changes nothing if one has no room."""
         lease = lease_of(request)
         need = -(-length // self.page_tokens)
         for group in self.paged:
             count = need - len(lease.units[group])
-            # A decode's next page is not kept from it: whoever was admitted left one for each that runs.
+            # A decode may take a page reserved for others: admission left a margin of one page per running request.
             if count > (self.available(group) if count <= 1 else self._free_for(lease, group)):
                 return False
         for group in self.paged:
@@ -158,7 +159,7 @@ class CacheIndex:
         return True
 
     def write_tables(self, request: Request, plan: Plan) -> None:
-        """The request took a row: tell the device where everything it already holds lies."""
+        """Write the page tables of a request that got a row: all pages and slots of its lease."""
         lease = lease_of(request)
         for group, units in enumerate(lease.units):
             if units:
@@ -166,11 +167,11 @@ class CacheIndex:
                 plan.page_writes.append(PageWrite(group, request.row, 0, pages))
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Catch-up chunks of recurrent models end where a snapshot is due."""
+        """Return where a prefill chunk from `start` ends: at `end`, or before it where a snapshot is due."""
         return end if self._snapshots is None else min(end, self._snapshots.next_due(request, start))
 
     def snapshot(self, request: Request, length: int, plan: Plan) -> None:
-        """If a snapshot is due at `length`, have this step take it. Without room there is none: it is only a cache."""
+        """Add a snapshot to the plan if one is due at `length` and a slot is available."""
         if self._snapshots is None or not self.prefix_cache or not self._snapshots.is_due(request, length):
             return
         if any(self.available(group) < 1 for group in self.state):
@@ -182,7 +183,7 @@ class CacheIndex:
         lease.snapshots.append(Snapshot(length, slots))
 
     def swap_out(self, request: Request, plan: Plan) -> bool:
-        """Move what a victim holds to the host; False, with nothing changed, when the host has no room."""
+        """Copy a victim's units to the host and release them; returns False and changes nothing without room there."""
         lease = lease_of(request)
         if not self.can_swap:
             return False
@@ -208,11 +209,14 @@ class CacheIndex:
         return True
 
     def swap_in(self, request: Request, plan: Plan, margin: int) -> bool:
-        """Bring a swapped request back: what the tree still has is shared, the rest is copied from the host."""
+        """Restore a swapped-out request: share pages the tree still has, copy the others from the host.
+
+        Returns False and changes nothing without room on the device.
+        """
         lease = lease_of(request)
         match = self.match(request, limit=request.computed)
         if self.state:
-            match = Match()  # its live state is newer than any snapshot, and is on the host anyway
+            match = Match()  # the live state on the host is newer than any snapshot
         for group in self.paged:
             self._share_matched(lease, group, match)
         if not self._has_room(lease, len(request.tokens), margin):
@@ -237,9 +241,9 @@ class CacheIndex:
     # -- committing -----------------------------------------------------------------------------------------------
 
     def commit(self, request: Request, fence: int) -> list[bytes]:
-        """Tokens up to `request.computed` are in the cache for sure: offer full pages and snapshots to the tree.
+        """Insert the request's full pages and snapshots up to `request.computed` into the tree.
 
-        Returns the keys that are now there for others, so that requests held for them can go on.
+        Returns the keys of completed claims, so that requests held for them can continue.
         """
         lease = request.lease
         assert isinstance(lease, Lease)  # not lease_of: the call would cost every row of every step
@@ -259,7 +263,7 @@ class CacheIndex:
         return arrived
 
     def rollback(self, request: Request, length: int, fence: int) -> None:
-        """Give back tail pages beyond `length` tokens (rejected drafts, a step that never ran)."""
+        """Release pages and snapshots beyond `length` tokens, after rejected drafts or a dropped step."""
         lease = lease_of(request)
         keep = -(-length // self.page_tokens)
         for group in self.paged:
@@ -270,19 +274,19 @@ class CacheIndex:
             self._release_snapshot(snapshot, fence)
 
     def scrub(self, request: Request) -> None:
-        """Its state is not finite: what it alone holds is cleared before anyone else gets it. Masked entries have a
-        weight of zero, and zero times NaN is NaN."""
+        """Mark a request's unshared units to be zeroed before their next use, because its state is not finite. Masked
+        attention does not help: the weight is zero, and zero times NaN is NaN."""
         for group, units in enumerate(lease_of(request).units):
             own = [unit for unit in units if unit != ABSENT and self.pools[group].refs(unit) == 1]
             self._to_clear += [Copy(CopyKind.ZERO, group, 0, unit) for unit in own]
 
     def clear_scrubbed(self, plan: Plan) -> None:
-        """First of all in the next plan."""
+        """Add the zeroing of scrubbed units to the plan; it must precede the plan's other copies."""
         plan.copies += self._to_clear
         self._to_clear = []
 
     def release(self, request: Request, fence: int) -> list[bytes]:
-        """Give everything back; free once step `fence` has committed. Returns keys nobody computes any more."""
+        """Release all of a request's units after step `fence`. Returns the keys of its withdrawn claims."""
         lease = lease_of(request)
         for group, units in enumerate(lease.units):
             self.ledger.release_after(group, _present(units), fence)
@@ -297,19 +301,19 @@ class CacheIndex:
         return self.claims.withdraw(request)
 
     def check(self) -> None:
-        """Every unit is free, or owned exactly as often as it is referenced. Called by tests and when idle."""
+        """Assert that reference counts and reservations match the leases. Called by tests and when idle."""
         self.ledger.check(self._leases)
         self._windows.check(self._leases)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------------------------
 
     def _capacity_tokens(self) -> int:
-        """The longest sequence that fits when it is alone."""
+        """Return the longest sequence that fits when it runs alone."""
         units = [self.pools[g].num_units - 1 for g in self.paged if g not in self.windowed]
         return min(units) * self.page_tokens if units else 1 << 62
 
     def _share_matched(self, lease: Lease, group: int, match: Match) -> None:
-        """References to the matched pages; those a window no longer reaches are left out."""
+        """Reference the matched pages in the lease, except pages that a window no longer covers."""
         first = 0
         if group in self.windowed:
             first = max(0, match.length - (self.specs[group].window or 0) + 1) // self.page_tokens
@@ -326,7 +330,7 @@ class CacheIndex:
         need = -(-num_tokens // self.page_tokens)
         for group in self.paged:
             wanted = need - len(lease.units[group])
-            if group in self.windowed:  # older pages come back while it catches up
+            if group in self.windowed:  # a window releases older pages during prefill
                 wanted = min(wanted, self._windows.max_pages(group))
             if wanted + margin > self._free_for(lease, group):
                 return False
@@ -345,14 +349,14 @@ class CacheIndex:
         lease.host = []
 
     def _may_share(self, request: Request) -> bool:
-        """Prompt logprobs and embeddings need every position computed, so such a request takes no head start."""
+        """Whether a request may use cached prefixes. Prompt logprobs and embeddings need every position computed."""
         return self.prefix_cache and not request.params.needs_whole_prompt
 
     def _num_missing(self, lease: Lease, group: int, request: Request) -> int:
         return max(0, -(-len(request.tokens) // self.page_tokens) - len(lease.units[group]))
 
     def _fork_source(self, request: Request, match: Match) -> Request | None:
-        """A running request with the very same prompt, whose last, partly filled page can be copied."""
+        """Return a running request with the same prompt whose last, partly filled page can be copied."""
         tail = self.claims.tail_start(request)
         if self.state or not self._may_share(request) or len(request.tokens) != request.prompt_len:
             return None
@@ -365,7 +369,7 @@ class CacheIndex:
         return owner if still_there else None
 
     def _copy_tail(self, request: Request, source: Request, plan: Plan) -> None:
-        """Copy-on-write: the page that both would write to is copied, everything before it is shared."""
+        """Copy the page that both requests would write to; the pages before it are shared."""
         index = self.claims.tail_start(request) // self.page_tokens
         lease = lease_of(request)
         for group in self.paged:
@@ -377,7 +381,7 @@ class CacheIndex:
         self.stats.copied_on_write += 1
 
     def _insert_pages(self, request: Request, first: int, last: int) -> None:
-        """Pages that fell out of every window while they were computed come in bare, between others that did not."""
+        """Insert pages into the tree. A page that every window has passed gets a node without units."""
         lease = lease_of(request)
         nodes = self._nodes(request, first, last)
         for group in self.paged:
@@ -394,12 +398,12 @@ class CacheIndex:
             self.tree.update_evictable(passed, lambda group, unit: self.pools[group].refs(unit) == 1)
 
     def _nodes(self, request: Request, first: int, last: int) -> list[Node]:
-        """Of pages `first` to `last`, which are in the tree from now on."""
+        """Return the tree's nodes of pages `first` to `last` (exclusive), created where missing."""
         lease = lease_of(request)
         lease.extend_keys(request.tokens, last)
         return self.tree.ensure(lease.root, lease.keys, first, last, lambda i, j: lease.pages(request.tokens, i, j))
 
 
 def _present(units: list[int]) -> list[int]:
-    """A copy, without those that fell out of a window."""
+    """Return a copy without the pages that a window has passed."""
     return [unit for unit in units if unit != ABSENT] if ABSENT in units else list(units)

@@ -1,7 +1,7 @@
-"""What one request holds in the cache, and the hash chain that names its pages.
+"""Everything one request holds in the cache, and the chain of hashes that are the keys of its pages.
 
-A lease lives as long as its request: empty while it waits, units on the device while it runs, units on the host while
-it is swapped out. Only `CacheIndex` changes it.
+A request has one lease until it ends: empty while the request waits, with units on the device while it runs, and with
+units on the host while it is swapped out. Only `CacheIndex` changes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.cache.tree import PrefixTree, page_key, root_key
 from quire.types import Request
 
 TOKEN_BYTES = 4
-TOKEN_CODE = "I"  # of arrays: ids are never negative, and this code packs them in a third of the time of "i"
+TOKEN_CODE = "I"  # array type code: ids are never negative, and "I" packs them in a third of the time of "i"
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -23,7 +23,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 @dataclass(slots=True)
 class Snapshot:
-    """A state slot per state group, filled by a step in flight with the state at `length` tokens."""
+    """One state slot per state group; a step in flight copies the state at `length` tokens into it."""
 
     length: int
     slots: dict[int, int]  # group -> slot
@@ -34,15 +34,15 @@ class Lease:
     root: bytes
     page_tokens: int
     keys: list[bytes] = field(default_factory=list)  # one per full page of the tokens seen so far
-    units: list[list[int]] = field(default_factory=list)  # per group: pages by page index (ABSENT: not needed any
-    # more, it fell out of the window), or the one live state slot
-    host: list[list[int]] = field(default_factory=list)  # the same, on the host, while swapped out
-    num_inserted: int = 0  # leading pages that have been offered to the tree
+    # Per group: pages by page index (ABSENT: the window has passed the page), or the one live state slot.
+    units: list[list[int]] = field(default_factory=list)
+    host: list[list[int]] = field(default_factory=list)  # like `units`, on the host; empty unless swapped out
+    num_inserted: int = 0  # leading pages that were inserted into the tree
     snapshots: list[Snapshot] = field(default_factory=list)
-    claimed: list[bytes] = field(default_factory=list)  # keys this request has announced it is computing
-    fork_point: int = 0  # where its prompt leaves cached prefixes, if a snapshot or a window is worth keeping there
-    claims_tail: bool = False  # it announced its prompt's tail, and has not computed it yet
-    _packed: array[int] = field(default_factory=lambda: array(TOKEN_CODE))  # the tokens seen so far
+    claimed: list[bytes] = field(default_factory=list)  # keys of the pages that this request computes
+    fork_point: int = 0  # length at which the prompt leaves cached prefixes, if it is worth a snapshot; 0: none
+    claims_tail: bool = False  # whether it has claimed its prompt's tail and not computed it yet
+    _packed: array[int] = field(default_factory=lambda: array(TOKEN_CODE))  # the tokens seen so far, packed
 
     @classmethod
     def empty(cls, salt: bytes, page_tokens: int, num_groups: int) -> Lease:
@@ -53,21 +53,21 @@ class Lease:
         return not any(self.units)
 
     def pack(self, tokens: list[int]) -> array[int]:
-        """All tokens as 32-bit numbers, which takes a long prompt as long as hashing does: once for all who want them.
-        Whoever keeps it makes a copy."""
+        """Return all tokens as 32-bit integers, packed once because packing takes as long as hashing. The array is
+        shared and grows: a caller that keeps it makes a copy."""
         if len(self._packed) < len(tokens):
             self._packed += array(TOKEN_CODE, tokens[len(self._packed) :])
         return self._packed
 
     def pages(self, tokens: list[int], first: int, last: int) -> list[bytes]:
-        """The tokens of pages `first` to `last`, each as bytes."""
+        """Return the tokens of each page in `first` to `last` (exclusive) as bytes."""
         size, width = self.page_tokens, self.page_tokens * TOKEN_BYTES
         data = self.pack(tokens)[first * size : last * size].tobytes()
         return [data[begin : begin + width] for begin in range(0, len(data), width)]
 
     def extend_keys(self, tokens: list[int], num_pages: int, tree: PrefixTree | None = None) -> None:
-        """Go on until `num_pages` pages are named; pages already named are final. What `tree` has is named there, and
-        found by its tokens in a fifth of the time of a hash."""
+        """Extend `keys` to `num_pages` pages; existing keys are final. A page that is in `tree` takes its key from
+        there: finding a node by its tokens takes a fifth of the time of a hash."""
         first, last = len(self.keys), min(num_pages, len(tokens) // self.page_tokens)
         if first >= last:
             return

@@ -1,4 +1,4 @@
-"""Looking a prompt up in the prefix tree: how far every group can offer it. And what the cache has counted so far."""
+"""Finds the longest prefix of a prompt that every group has in the prefix tree, and holds the cache's counters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from quire.types import CacheSpec
 
 @dataclass(slots=True)
 class Match:
-    """The longest prefix every group can offer: its length, and the node of each of its pages."""
+    """The longest prefix that all groups have: its length in tokens and the node of each of its pages."""
 
     length: int = 0
-    reach: int = 0  # how far the paged groups alone would go; beyond `length` where a snapshot is missing
+    reach: int = 0  # length the full-attention groups have; beyond `length` where a snapshot or window is missing
     nodes: list[Node] = field(default_factory=list)
 
 
 class Lookup:
-    """Groups of full attention need every page of a prefix, a window its last window, a state its snapshot."""
+    """Matches keys. Full attention needs every page of a prefix, a window its last pages, a state its snapshot."""
 
     def __init__(self, specs: Sequence[CacheSpec], tree: PrefixTree):
         self._tree = tree
@@ -31,9 +31,11 @@ class Lookup:
         self._window_pages = {g: -(-(window - 1) // self._page_tokens) for g, window in windows.items()}
 
     def longest(self, keys: Sequence[bytes]) -> Match:
-        """The longest beginning of these pages that every group can go on from."""
+        """Return the longest prefix of these pages after which every group can continue."""
         nodes: list[Node] = []
-        if self._simple is not None:  # every page is as good as another: a long prompt has hundreds of them
+        if (
+            self._simple is not None
+        ):  # one group of full attention: a fast loop, since a long prompt has hundreds of pages
             get, group = self._tree.get, self._simple
             for key in keys:
                 node = get(key)
@@ -43,7 +45,9 @@ class Lookup:
             length = len(nodes) * self._page_tokens
             return Match(length, length, nodes)
         best = 0
-        runs = dict.fromkeys(self._window_pages, 0)  # per windowed group: pages present without a gap, up to here
+        runs = dict.fromkeys(
+            self._window_pages, 0
+        )  # per windowed group: number of consecutive pages present up to this one
         for num_pages, key in enumerate(keys, start=1):
             node = self._tree.get(key)
             if node is None or not all(node.units[group] != ABSENT for group in self._full):
@@ -56,7 +60,7 @@ class Lookup:
         return Match(best * self._page_tokens, len(nodes) * self._page_tokens, nodes[:best])
 
     def _offers(self, node: Node, num_pages: int, runs: dict[int, int]) -> bool:
-        """Can every group go on from exactly here?"""
+        """Whether windows and states can continue after this page."""
         for group, window_pages in self._window_pages.items():
             if runs[group] < min(num_pages, window_pages):
                 return False
@@ -65,6 +69,8 @@ class Lookup:
 
 @dataclass(slots=True)
 class CacheStats:
+    """Counters since the start, in tokens (`*_tokens`), units or pages."""
+
     lookup_tokens: int = 0
     hit_tokens: int = 0
     evicted_units: int = 0

@@ -1,7 +1,7 @@
-"""The memory plan: how many pages, slots and host units fit, worked out on paper before anything is allocated.
+"""The memory plan: how many pages, state slots and host units fit, computed before anything is allocated.
 
-Pure arithmetic from cache specs, sizes and limits; no dummy run. `assemble` builds the cache from it and
-`quire doctor` prints it.
+Pure arithmetic from cache specs, sizes and limits, without a profiling run. `quire.startup` allocates the cache from
+it, and `quire doctor` prints it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from quire.types import CacheSpec, QuireError
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 GIB = 1 << 30
 MIN_SLOTS = 3  # scratch, a live state, a snapshot
-LAPTOP_CACHE = 2 * GIB  # on a CPU memory is shared with everything else a person runs
-HOST_LIMITS = {"cpu": 1 * GIB, "cuda": 8 * GIB}  # by default; it is pinned on CUDA, and taken when first used
+LAPTOP_CACHE = 2 * GIB  # default limit on a CPU, whose memory other programs share
+HOST_LIMITS = {"cpu": 1 * GIB, "cuda": 8 * GIB}  # default bytes of host swap; pinned on CUDA, allocated when first used
 HOST_SHARE = 0.25
-# Pages and state slots are shared out so that conversations of this many tokens run out of neither first. Each has its
-# live state, the snapshot its next turn starts from, and one more for a beginning it shares or an answer it is in.
+# Pages and state slots are divided such that conversations of this many tokens exhaust both at the same time. A slot
+# each for the live state, the snapshot that the next turn starts from, and one of a shared prefix or an open answer.
 CONVERSATION_TOKENS = 4096
 CONVERSATION_SLOTS = 3
-# Of a window as many times what it sees: where the conversation is, and where another turn or another one starts.
+# Windows per conversation: its current position, and the position from which another turn or conversation starts.
 CONVERSATION_WINDOWS = 2
-STEPS_AT_ONCE = 3  # whose pages a window's pool holds at most: planned, computed, and given back but not yet free
-MAX_SLOTS_PER_ROW = 64  # tiny models: more snapshots than anyone comes back to
+STEPS_AT_ONCE = 3  # steps whose pages a window pool holds at once: planned, in flight, and pending-free
+MAX_SLOTS_PER_ROW = 64  # limit for tiny models, which have room for more snapshots than hits
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     device: str
-    available: int  # bytes free on the device once the weights are there
+    available: int  # bytes free on the device once the weights are loaded
     weights: int
     activations: int
     rows: int
     specs: tuple[CacheSpec, ...]
-    num_units: tuple[int, ...]  # per group, the scratch unit included
+    num_units: tuple[int, ...]  # per group, including the scratch unit
     num_host_units: tuple[int, ...] | None
     capacity_tokens: int  # the longest sequence that fits
     max_model_len: int
@@ -101,7 +101,10 @@ def plan_memory(
     max_model_len: int,
     max_batch_tokens: int,
 ) -> MemoryPlan:
-    """`available` is what is free once the weights are loaded."""
+    """Plan the cache. `available` is the number of bytes free once the weights are loaded.
+
+    Raises `out_of_memory` if there is no room for one sequence's state or three pages.
+    """
     notes: list[str] = []
     rows = max_rows * (max_model_len + 1) * 4 + max_rows * 4 * sum(
         -(-max_model_len // s.page_tokens) if s.kind == "paged" else 1 for s in specs
@@ -140,7 +143,7 @@ def plan_memory(
         if spec.kind == "paged" and spec.window is not None and num_pages < min(need, -(-max_model_len // size) + 1):
             what = f"A window of {spec.window} tokens needs {need} pages, there are {num_pages}."
             raise QuireError("out_of_memory", what, "Give the cache more memory.")
-    host_shares = _Shares(specs, max_model_len, max_rows=1)  # whoever is there is not at work
+    host_shares = _Shares(specs, max_model_len, max_rows=1)  # swapped-out requests have no steps in flight
     host = _host_units(specs, config, device, host_available, slot, num_pages, max_rows, host_shares)
     units = tuple(shares.pages(s, num_pages) if s.kind == "paged" else num_slots for s in specs)
     return MemoryPlan(
@@ -159,8 +162,11 @@ def plan_memory(
 
 
 class _Shares:
-    """How pages are shared out among a model's groups. A window gives back what it no longer sees, so its pool is as
-    much smaller as a conversation needs less of it, but not too small for all rows at once and the steps under way."""
+    """Divides pages among a model's groups.
+
+    A window releases the pages it has passed, so its pool is smaller, in proportion to what a conversation needs of it.
+    It is never too small for all rows at once and the steps in flight.
+    """
 
     def __init__(self, specs: list[CacheSpec], max_model_len: int, max_rows: int, max_batch_tokens: int = 0):
         self._paged = [spec for spec in specs if spec.kind == "paged"]
@@ -171,7 +177,7 @@ class _Shares:
         self._max_rows = max_rows
 
     def pages(self, spec: CacheSpec, num_pages: int) -> int:
-        """Of this group, where one that sees everything has `num_pages`."""
+        """Return the pages of this group when a group of full attention has `num_pages`."""
         if spec.window is None or self._all_windowed:
             return num_pages
         least = _least_pages(spec)
@@ -182,7 +188,7 @@ class _Shares:
         return sum(unit_bytes(spec) * self.pages(spec, num_pages) for spec in self._paged)
 
     def most(self, budget: int) -> int:
-        """Pages that fit."""
+        """Return the largest number of pages whose groups fit into `budget` bytes."""
         if not self._paged:
             return 0
         few, many = 0, budget // min(unit_bytes(spec) for spec in self._paged) + 1
@@ -193,18 +199,21 @@ class _Shares:
 
     @property
     def page(self) -> int:
-        """Bytes of a page, on average over a large cache."""
+        """Bytes per page over all groups, averaged over a large cache."""
         many = 1 << 20
         return -(-self.size(many) // many)
 
 
 def _least_pages(spec: CacheSpec) -> int:
-    """With which a sequence gets on."""
+    """Return the fewest pages of a windowed group with which a sequence can run."""
     return -(-(spec.window or 0) // spec.page_tokens) + 3
 
 
 def shrink_cache(plan: MemoryPlan, wanted: MemoryPlan, share: float) -> MemoryPlan:
-    """The plan with this share of its pages, because they could not be allocated; what was `wanted` is noted."""
+    """Return the plan with this share of its pages, after an allocation failed; a note names the size `wanted`.
+
+    Raises `out_of_memory` if a group would have too few pages to run.
+    """
     size = plan.specs[0].page_tokens
     units = tuple(int(n * share) if s.kind == "paged" else n for s, n in zip(plan.specs, plan.num_units, strict=True))
     paged = [(s, n) for s, n in zip(plan.specs, units, strict=True) if s.kind == "paged"]
@@ -231,7 +240,7 @@ def _cache_budget(
 
 
 def _num_slots(config: CacheConfig, budget: int, page: int, slot: int, max_rows: int, conversation_pages: int) -> int:
-    """State slots, the scratch one included; snapshots get what running requests leave."""
+    """Return the number of state slots including scratch; snapshots use those that running requests do not need."""
     if not slot or config.num_slots is not None:
         return (config.num_slots or 0) if slot else 0
     if config.num_pages is not None:
@@ -254,7 +263,7 @@ def _host_units(
     max_rows: int,
     shares: _Shares,
 ) -> tuple[int, ...] | None:
-    """Room for victims, at most as much as the device itself has."""
+    """Return the host units for preempted requests, at most as many pages as the device has; None: no swap."""
     budget = config.host_memory
     if budget is None:
         budget = min(int(available * HOST_SHARE), HOST_LIMITS.get(device, GIB))

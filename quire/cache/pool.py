@@ -1,7 +1,7 @@
-"""One group's units: pages of a paged group, or slots of a state group, counted by reference.
+"""Reference counts of one group's units: pages of a paged group, or slots of a state group.
 
-A unit is free, or referenced by leases and at most once by the prefix tree. Unit 0 is never handed out: padded
-tokens and absent pages point at it. `CacheIndex` is the only caller.
+A unit is free, or referenced by leases and at most once by the prefix tree. Unit 0 is scratch and is never taken:
+padded tokens and absent pages point at it. `UnitLedger` owns the pools.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Pool:
             raise ValueError("a pool needs at least one unit beside the scratch unit")
         self.num_units = num_units
         self._refs = [FREE] * num_units
-        self._free = list(range(num_units - 1, 0, -1))  # a stack: low numbers first, recently used ones again
+        self._free = list(range(num_units - 1, 0, -1))  # a stack: low numbers first, then recently freed ones
 
     @property
     def num_free(self) -> int:
@@ -27,13 +27,13 @@ class Pool:
         return self._refs[unit]
 
     def take(self) -> int:
-        """A free unit with one reference. The caller made sure there is one."""
+        """Return a free unit with one reference. The caller has checked `num_free`."""
         unit = self._free.pop()
         self._refs[unit] = 1
         return unit
 
     def take_free(self, count: int) -> list[int]:
-        """As many as there are, at most `count`, in the order that `take` would have."""
+        """Return all free units, at most `count`, in the order in which `take` returns them."""
         first = max(0, len(self._free) - count)
         units = self._free[first:][::-1]
         del self._free[first:]
@@ -42,7 +42,7 @@ class Pool:
         return units
 
     def share(self, units: Iterable[int]) -> int:
-        """One more reference to each; returns how many of them had one only."""
+        """Add a reference to each unit; return how many of them had exactly one before."""
         refs, num_lone = self._refs, 0
         for unit in units:
             count = refs[unit]
@@ -52,7 +52,7 @@ class Pool:
         return num_lone
 
     def drop(self, units: Iterable[int]) -> list[int]:
-        """One reference less to each; returns those that have one left."""
+        """Drop a reference of each unit; return the units that have one left."""
         refs, lone = self._refs, []
         for unit in units:
             left = refs[unit] - 1
@@ -65,7 +65,7 @@ class Pool:
         return lone
 
     def check(self, owners: dict[int, int]) -> None:
-        """`owners` says how many references each unit should have; every unit is free or owned, never both."""
+        """Assert that each unit is free or has the number of references that `owners` names for it."""
         free = set(self._free)
         assert len(free) == len(self._free), "a unit is in the free list twice"
         assert 0 not in free and 0 not in owners, "the scratch unit was handed out"

@@ -1,8 +1,8 @@
-"""When a request's recurrent state is worth a snapshot. `CacheIndex` asks while it plans; chunks end where one is due.
+"""Decides at which lengths a step takes a snapshot of a request's recurrent state. Prefill chunks end there.
 
-A snapshot is due at every interval, so that no hit is further away than that; at the end of the prompt, where the next
-turn of a conversation goes on; and where the prompt left what others have computed: whoever comes third with the same
-beginning starts there.
+A snapshot is due at every interval, which bounds the tokens that a hit computes again; at the end of the prompt, from
+which the next turn of a conversation continues; and at the fork point, where the prompt leaves the cached prefixes, so
+that a third prompt with the same prefix starts there.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from quire.types import CacheSpec, Request
 
 class SnapshotRule:
     def __init__(self, specs: list[CacheSpec]):
-        """`specs`: those of the state groups; a hit needs a snapshot of each at the same length."""
+        """`specs`: those of the state groups; a hit needs a snapshot of each group at the same length."""
         assert len({spec.snapshot_tokens for spec in specs}) == 1, "snapshot_tokens is one number per model"
         self._interval = specs[0].snapshot_tokens
         self._page_tokens = specs[0].page_tokens
-        self._min_saved = max(self._interval // 16, self._page_tokens)  # tokens a snapshot at a fork saves
+        self._min_saved = max(self._interval // 16, self._page_tokens)  # tokens a snapshot at a fork point must save
 
     def fork_point(self, match: Match) -> int:
-        """Where what is matched ends, if it goes on in the tree far enough beyond the last snapshot."""
+        """Return the length of the matched pages if they reach far enough beyond the last snapshot, otherwise 0."""
         return match.reach if match.reach - match.length >= self._min_saved else 0
 
     def next_due(self, request: Request, start: int) -> int:
-        """The first length beyond `start` at which a snapshot is due."""
+        """Return the first length beyond `start` at which a snapshot is due."""
         due = (start // self._interval + 1) * self._interval
         return min([due, *(point for point in self._points(request) if point > start)])
 

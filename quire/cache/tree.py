@@ -1,8 +1,9 @@
 """The prefix tree: which page-aligned prefixes are in the cache, one tree for all groups of a model.
 
-A node is one page of tokens behind one exact prefix, named by a chain of hashes over (parent, tokens, salt); for each
-group it knows the unit that holds its bytes, or that it has none. `CacheIndex` inserts in commit, looks up at
-admission, and evicts when a pool runs dry: least recently used first, leaves before their parents, pinned ones last.
+A node is one page of tokens after one exact prefix. Its key is a chain of hashes over (parent, tokens), which begins
+with the salt. For each group it has the unit with the page's bytes, or ABSENT. `CacheIndex` inserts nodes in commit and
+matches them at admission; `UnitLedger` evicts units when a pool has no free one: least recently used first, leaves
+before their parents, pinned prefixes last.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
 ABSENT = -1
-EvictionRank = tuple[bool, bool, int]  # pinned, worth keeping, last use
-KEY_BYTES = 20  # 160 bits: collisions are out of reach, also for someone who looks for them
+EvictionRank = tuple[bool, bool, int]  # pinned, not spare, last use; the lowest is evicted first
+KEY_BYTES = 20  # 160 bits: collisions are out of reach of an attacker
 
 
 def root_key(salt: bytes) -> bytes:
@@ -43,39 +44,39 @@ class Node:
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, num_groups: int):
         self.key = key
         self.parent = parent
-        self.depth: int = parent.depth + 1 if parent else 0  # pages up to and with this one
+        self.depth: int = parent.depth + 1 if parent else 0  # number of pages up to and including this one
         self.tokens = tokens
         self.units = [ABSENT] * num_groups
-        self.children: dict[bytes, Node] = {}  # by their tokens
-        self.below = [0] * num_groups  # children that hold a unit of the group
+        self.children: dict[bytes, Node] = {}  # by the bytes of their tokens
+        self.below = [0] * num_groups  # per group: number of children with a unit
         self.hits = 0
         self.pins = 0
-        self.spare = False  # a snapshot with a later one on the same path, from which nobody has set out: goes first
-        self.passed = 0  # a bit for each group whose window has passed this page, and nobody sets out there: go first
+        self.spare = False  # a snapshot with a later one on the same path and no hits since: evicted first
+        self.passed = 0  # a bit per group whose window has passed this page without a start there: evicted first
         self.last_use = 0
 
 
 class PrefixTree:
     def __init__(self, num_groups: int, leaf_first: list[bool], atomic: list[bool]):
-        """`leaf_first[g]`: in this group a page is of no use without all pages before it; `atomic[g]`: its units are
-        snapshots, each of use without any other."""
+        """`leaf_first[g]`: a page of this group is useless without all pages before it. `atomic[g]`: the units of this
+        group are snapshots, each usable without the others."""
         self._num_groups = num_groups
         self._leaf_first = leaf_first
         self._atomic = atomic
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
-        self.get = self._nodes.get  # the node of a key, or None; a prompt asks for hundreds
-        self.num_changes = 0  # of what is there, so that who looked before knows whether to look again
+        self.get = self._nodes.get  # key -> node or None, bound once: a prompt makes hundreds of lookups
+        self.num_changes = 0  # number of units attached and detached; a match is valid until it changes
         self._clock = 0
         self._order = 0
-        self._holders: list[dict[int, Node]] = [{} for _ in range(num_groups)]  # unit -> its node
+        self._holders: list[dict[int, Node]] = [{} for _ in range(num_groups)]  # per group: unit -> its node
         self._heaps: list[list[tuple[EvictionRank, int, Node]]] = [[] for _ in range(num_groups)]
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def find(self, key: bytes) -> Node | None:
-        """The node of a key, which may be a root's."""
+        """Return the node of a key, which may be a root's."""
         return self._nodes.get(key) or self._roots.get(key)
 
     def nodes(self) -> Iterator[Node]:
@@ -84,8 +85,8 @@ class PrefixTree:
     def ensure(
         self, root: bytes, keys: list[bytes], first: int, depth: int, pages: Callable[[int, int], list[bytes]]
     ) -> list[Node]:
-        """The nodes of `keys[first:depth]`, made with whatever ancestors are missing; `pages(i, j)` are the bytes of
-        pages i to j."""
+        """Return the nodes of `keys[first:depth]`; create missing ones and their missing ancestors. `pages(i, j)`
+        returns the token bytes of pages i to j (exclusive)."""
         have = depth
         while have and keys[have - 1] not in self._nodes:
             have -= 1
@@ -102,7 +103,7 @@ class PrefixTree:
         return nodes
 
     def attach(self, group: int, new: list[tuple[Node, int]]) -> None:
-        """Each node's bytes for `group` are in its unit from now on; the tree holds one reference to it."""
+        """Set each node's unit of `group`; the caller has added the tree's reference to it."""
         self.num_changes += len(new)
         holders = self._holders[group]
         for node, unit in new:
@@ -113,7 +114,7 @@ class PrefixTree:
             holders[unit] = node
 
     def touch(self, nodes: Iterable[Node]) -> None:
-        """Used now, the first of them least recently."""
+        """Mark nodes as used now, in ascending order of recency."""
         clock = self._clock
         for node in nodes:
             clock += 1
@@ -121,7 +122,7 @@ class PrefixTree:
         self._clock = clock
 
     def mark_unshared_evictable(self, group: int, units: Iterable[int]) -> int:
-        """These have one holder left. Where it is the tree they may be evicted when their turn comes; how many are."""
+        """Mark units with one reference left as evictable where it is the tree's; return how many those are."""
         holders = self._holders[group]
         nodes = [holders[unit] for unit in units if unit in holders]
         self.touch(nodes)
@@ -131,22 +132,22 @@ class PrefixTree:
         return len(nodes)
 
     def mark_evictable(self, node: Node, group: int) -> None:
-        """Only the tree holds this unit now, so it may be evicted when its turn comes."""
+        """Queue a node for eviction: only the tree references its unit of `group`."""
         if self._leaf_first[group] and node.below[group]:
-            return  # offered again when its last child goes
+            return  # queued when its last child with a unit goes
         heap = self._heaps[group]
         if len(heap) > 64 + 2 * len(self._holders[group]):
-            self._compact(group)  # every use of a page offers it anew; without eviction nobody pops the old entries
+            self._compact(group)  # every use of a page adds an entry, and only eviction pops stale ones
         self._order += 1
         heapq.heappush(heap, (self._rank(node, group), self._order, node))
 
     def _rank(self, node: Node, group: int) -> EvictionRank:
-        """The lowest goes first. A page is not less useful because a snapshot beside it is."""
+        """Return the sort key; the lowest is evicted first. A spare snapshot does not lower the rank of its page."""
         spare = (node.spare and self._atomic[group]) or bool(node.passed >> group & 1)
         return node.pins > 0, not spare, node.last_use
 
     def _compact(self, group: int) -> None:
-        """One entry per node that still holds a unit. In place: `evict` may be holding the list."""
+        """Rebuild the heap with one entry per node that has a unit. In place, because `evict` holds a reference."""
         heap = self._heaps[group]
         nodes = {id(entry[2]): entry[2] for entry in heap if entry[2].units[group] != ABSENT}
         first = self._order + 1
@@ -155,13 +156,13 @@ class PrefixTree:
         heapq.heapify(heap)
 
     def evict(self, group: int, is_idle: Callable[[int], bool]) -> int:
-        """Take the least useful idle unit of the group out of the tree; ABSENT when there is none."""
+        """Detach the idle unit of the lowest rank from the tree and return it; ABSENT if there is none."""
         heap = self._heaps[group]
         while heap:
             rank, _, node = heapq.heappop(heap)
             unit = node.units[group]
             if unit == ABSENT or not is_idle(unit) or (self._leaf_first[group] and node.below[group]):
-                continue  # stale: it was used, evicted or grew a child since it was offered
+                continue  # stale entry: the node was used or evicted, or has a child, since it was queued
             if rank != self._rank(node, group):
                 self.mark_evictable(node, group)
                 continue
@@ -170,8 +171,8 @@ class PrefixTree:
         return self._evict_inner(group, is_idle)
 
     def _evict_inner(self, group: int, is_idle: Callable[[int], bool]) -> int:
-        """No idle leaf is left. A request that computed a page twice can hold a child without its cached parent; such
-        parents are the last to go, and what hangs below them can't be matched until they are computed again."""
+        """Evict a parent when no idle leaf is left. A request that computed a page a second time can hold a child
+        without its cached parent; pages below such a parent can't be matched until it is computed again."""
         idle = [node for unit, node in self._holders[group].items() if is_idle(unit)]
         if not idle:
             return ABSENT
@@ -181,8 +182,8 @@ class PrefixTree:
         return unit
 
     def passed_by(self, node: Node, group: int) -> Iterator[Node]:
-        """The nearest node above that holds a unit of the group, unless the path forks on the way: then what lies above
-        is a beginning that others share."""
+        """Yield the nearest ancestor with a unit of the group. Nothing if the path forks before it: then the ancestor
+        is a prefix that several paths share."""
         above = node.parent
         while above is not None and above.parent is not None and len(above.children) == 1:
             if above.units[group] != ABSENT:
@@ -191,14 +192,14 @@ class PrefixTree:
             above = above.parent
 
     def pin(self, node: Node, by: int) -> None:
-        """Soft: pinned prefixes are evicted last, not never."""
+        """Change the pin count of a node and its ancestors. Pinned prefixes are evicted last, but they are evicted."""
         step: Node | None = node
         while step is not None:
             step.pins = max(0, step.pins + by)
             step = step.parent
 
     def update_evictable(self, node: Node, is_idle: Callable[[int, int], bool]) -> None:
-        """A node's rank changed without a lease being released (pins): offer its idle units anew."""
+        """Queue a node's idle units again after its rank changed without a release, as pinning does."""
         for group, unit in enumerate(node.units):
             if unit != ABSENT and is_idle(group, unit):
                 self.mark_evictable(node, group)
@@ -220,7 +221,7 @@ class PrefixTree:
             self._roots.pop(node.key, None)
 
     def diverging_child(self, root: bytes, node: Node | None, tokens: bytes, width: int) -> int:
-        """How many tokens of the page `tokens` some cached page after `node` shares (`width` bytes a token)."""
+        """Return how many leading tokens the page `tokens` shares with a child of `node` (`width` bytes per token)."""
         start = node if node is not None else self._roots.get(root)
         best = 0
         for child in start.children.values() if start else ():

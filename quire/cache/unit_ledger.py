@@ -1,8 +1,8 @@
-"""All units of all groups, on the device and on the host: which are free, which the prefix tree alone still holds, and
-which are pending-free until the step that may use them has committed.
+"""Counts the references to all units of all groups, on the device and on the host.
 
-`CacheIndex` decides who gets what, this keeps the count. `take` evicts from the tree when nothing is free, so what is
-`available` is what can really be had.
+A unit is free, referenced by leases, evictable (only the prefix tree references it), or pending-free until the step
+that may still use it has committed. `CacheIndex` decides which lease gets which unit. `take` evicts from the tree when
+no unit is free, so `available` counts free and evictable units.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class UnitLedger:
         self.stats = stats
         self.pools = [Pool(n) for n in num_units]
         self.host_pools = [Pool(max(2, n)) for n in num_host_units or [2] * len(num_units)]
-        self.settled = 0  # the last step that is known to have committed
-        self._num_evictable = [0] * len(num_units)  # units only the tree holds: free for the taking, once evicted
+        self.settled = 0  # the last step known to have committed
+        self._num_evictable = [0] * len(num_units)  # per group: units that only the tree references
         self._pending_free: StepQueue[tuple[bool, int, list[int]]] = StepQueue()  # on host, group, units
 
     def available(self, group: int) -> int:
         return self.pools[group].num_free + self._num_evictable[group]
 
     def take(self, group: int) -> int:
-        """A unit nobody else has; the caller asked `available` before."""
+        """Return a unit with one reference, evicting if none is free. The caller has checked `available`."""
         pool = self.pools[group]
         if not pool.num_free:
             unit = self.tree.evict(group, lambda u: pool.refs(u) == 1)
@@ -41,52 +41,52 @@ class UnitLedger:
         return pool.take()
 
     def take_all(self, group: int, count: int) -> list[int]:
-        """As many, in the order that `take` would have."""
-        if count == 1:  # what a decode takes
+        """Return `count` units in the order in which `take` returns them."""
+        if count == 1:  # the usual case: a decode
             return [self.take(group)]
         units = self.pools[group].take_free(count)
         return units + [self.take(group) for _ in range(count - len(units))]
 
     def share_from_tree(self, group: int, units: list[int]) -> None:
-        """A lease takes a share of what the tree holds."""
+        """Add a lease's reference to units that the tree references."""
         self._num_evictable[group] -= self.pools[group].share(units)
 
     def share_to_tree(self, nodes: list[Node], group: int, units: list[int]) -> None:
-        """The tree takes a share of what a lease holds, a unit a node. Had someone computed the same before, it stays
-        private."""
+        """Add the tree's reference to a lease's units, one unit per node. A unit whose node already has one, because
+        another request computed the same page, stays private to the lease."""
         both = zip(nodes, units, strict=True)
         new = [(node, unit) for node, unit in both if unit != ABSENT and node.units[group] == ABSENT]
         self.pools[group].share([unit for _, unit in new])
         self.tree.attach(group, new)
 
     def release_after(self, group: int, units: list[int], step: int, *, on_host: bool = False) -> None:
-        """One holder less of each, once `step` has committed."""
+        """Drop one reference of each unit once `step` has committed."""
         if step <= self.settled and not self._pending_free:
             self.drop(group, units, on_host=on_host)
         else:
             self._pending_free.put((on_host, group, units), step)
 
     def drop(self, group: int, units: list[int], *, on_host: bool = False) -> None:
-        """One holder less of each, now."""
+        """Drop one reference of each unit now."""
         if on_host:
             self.host_pools[group].drop(units)
         else:
             self._num_evictable[group] += self.tree.mark_unshared_evictable(group, self.pools[group].drop(units))
 
     def settle(self, step: int) -> None:
-        """Every step up to this one has committed and its copies are done: what waited for it is free."""
+        """Free the pending units of all steps up to `step`, which have committed and whose copies are done."""
         self.settled = max(self.settled, step)
         for on_host, group, units in self._pending_free.take_committed(self.settled):
             self.drop(group, units, on_host=on_host)
 
     def num_unreachable(self) -> int:
-        """Units that are neither free nor the prefix tree's alone: with no request left, they have leaked."""
+        """Return how many units are neither free nor evictable. Without requests these units have leaked."""
         on_device = sum(pool.num_units - 1 - self.available(group) for group, pool in enumerate(self.pools))
         on_host = sum(pool.num_units - 1 - pool.num_free for pool in self.host_pools)
         return on_device + on_host
 
     def check(self, leases: Iterable[Lease]) -> None:
-        """Every unit is free, or owned by leases, tree and pending-free exactly as often as it is referenced."""
+        """Assert that each unit has as many references as leases, tree and pending-free entries name it."""
         self.tree.check()
         groups = range(len(self.pools))
         owners: list[dict[int, int]] = [{} for _ in groups]

@@ -1,9 +1,11 @@
-"""What groups of sliding windows do otherwise. Their pools are smaller than the others' (`memory`), because a window
-takes pages as it moves on and gives back what it no longer sees; the prefix tree keeps those while there is room.
+"""Pages of sliding-window groups: reserved when a request is admitted, released when its window has passed them.
 
-Two rules follow. Whoever is admitted is promised its window's pages, or everyone would be promised the same ones. And
-of the pages that a window has passed, those go first from which nobody is likely to set out: all but the last window of
-the prompt, with which it may come again, and that of a beginning that others share.
+Pools of these groups are smaller than others (`memory.py`), because a window takes pages as it advances and releases
+the pages it no longer covers; the prefix tree keeps those while there is room. Two rules follow:
+
+- Admission reserves the pages of the request's window. Otherwise several requests would count on the same free pages.
+- Pages that a window has passed are evicted first, except the last window before the end of the prompt and the one
+  before its fork point: later prompts are likely to continue there.
 """
 
 from __future__ import annotations
@@ -24,24 +26,24 @@ class WindowPages:
         self._page_tokens = specs[0].page_tokens
         self._window = {g: spec.window for g, spec in enumerate(specs) if spec.kind == "paged" and spec.window}
         self.groups = list(self._window)
-        self._reserved: dict[Lease, dict[int, int]] = {}  # pages that were not taken yet
+        self._reserved: dict[Lease, dict[int, int]] = {}  # per lease and group: pages reserved and not taken yet
         self._totals = dict.fromkeys(self.groups, 0)
 
     # -- reserving ------------------------------------------------------------------------------------------------
 
     def max_pages(self, group: int) -> int:
-        """That it holds at most, but for those of a step under way."""
+        """Return the maximum number of pages a lease holds, excluding the pages of steps in flight."""
         return -(-self._window[group] // self._page_tokens) + 1
 
     def reserve(self, lease: Lease, group: int, num_missing: int) -> None:
-        """Of pages that it will need, as many as it holds at a time, less what it holds already."""
+        """Reserve the pages a lease still needs, at most as many as a window covers, less those it holds already."""
         held = sum(unit != ABSENT for unit in lease.units[group])
         count = max(0, min(num_missing, self.max_pages(group) - held))
         self._reserved.setdefault(lease, dict.fromkeys(self.groups, 0))[group] += count
         self._totals[group] += count
 
     def use_reserved(self, lease: Lease, group: int, count: int) -> None:
-        """Beyond what was promised they are like anyone's."""
+        """Reduce the lease's reservation by `count` pages taken; more than it reserved come from the common pool."""
         reserved = self._reserved.get(lease)
         if reserved is not None and group in reserved:
             used = min(count, reserved[group])
@@ -56,20 +58,20 @@ class WindowPages:
         own = self._reserved.get(lease, {}).get(group, 0)
         return self._totals.get(group, 0) - own
 
-    # -- what was passed ------------------------------------------------------------------------------------------
+    # -- pages passed ----------------------------------------------------------------------------------------------
 
     def mark_start(self, match: Match) -> None:
-        """Where someone sets out others may, too."""
+        """Keep the window that a hit starts from: other requests may start from it, too."""
         for group in self.groups:
             for node in match.nodes[self._first_visible(group, match.length) :]:
                 node.passed &= ~(1 << group)
 
     def fork_point(self, match: Match) -> int:
-        """Where it leaves what others have computed, also if the window there is gone: next time it will not be."""
+        """Return the length at which the prompt leaves cached prefixes, even if the window there was evicted."""
         return match.reach if self.groups else 0
 
     def release_passed(self, request: Request, fence: int) -> None:
-        """Pages no later token can see; a step in flight may still read them, hence the fence."""
+        """Release pages that no later token sees. Steps in flight may still read them, so only after step `fence`."""
         for group in self.groups:
             lease = lease_of(request)
             units = lease.units[group]
@@ -83,7 +85,7 @@ class WindowPages:
                 units[index] = ABSENT
 
     def _first_visible(self, group: int, length: int) -> int:
-        """The first page that the token at `length` sees."""
+        """Return the index of the first page that the token at `length` sees."""
         return max(0, length - self._window[group] + 1) // self._page_tokens
 
     def _is_start(self, request: Request, group: int, index: int) -> bool:

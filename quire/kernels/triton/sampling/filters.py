@@ -18,43 +18,22 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import INTERPRETED, compute_cache_keys, launch_options, let_next_start, wait_for_inputs
-from quire.kernels.triton.sampling.logits import (
-    GROUP,
-    bits_to_distance,
-    find_row,
-    load_distances,
-    load_groups,
-    load_logits,
-    reach,
+from quire.kernels.triton.sampling.filter_parts import (
+    CHOOSE,
+    DONE,
+    NUM_STATS,
+    VERIFY,
+    _deviation,
+    _draw,
+    _load_filters,
 )
-from quire.kernels.triton.sampling.sample import (
-    TO_UNIT,
-    SamplingLimits,
-    add_gumbel,
-    noise_bits,
-    row_words,
-    sample_rows,
-)
+from quire.kernels.triton.sampling.filter_verify import _verify_kernel
+from quire.kernels.triton.sampling.logits import GROUP, bits_to_distance, find_row, load_groups, reach
+from quire.kernels.triton.sampling.sample import SamplingLimits, sample_rows
 
 TILE_GROUPS = 128 if not INTERPRETED else 16
 LISTED = 256 if not INTERPRETED else 16  # groups that are read again
 VERIFY_BLOCK = 8192 if not INTERPRETED else 1024
-NUM_STATS = tl.constexpr(5)  # per tile: largest, sum of weights; of finite logits count, mean, squared deviations
-
-DONE = tl.constexpr(0)
-CHOOSE = tl.constexpr(1)  # sample from what lies within the limit
-VERIFY = tl.constexpr(2)  # ... and then check whether top-k and top-p keep the token
-
-
-@triton.jit
-def _load_filters(sample, inv_temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sigma_ptr):
-    scale = tl.load(inv_temperature_ptr + sample)
-    top_k = tl.load(top_k_ptr + sample).to(tl.int32)
-    top_p = tl.load(top_p_ptr + sample).to(tl.float32)
-    min_p = tl.load(min_p_ptr + sample)
-    sigma = tl.load(sigma_ptr + sample)
-    filtered = (scale > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0) | (sigma > 0))
-    return scale, top_k, top_p, min_p, sigma, filtered
 
 
 @triton.jit
@@ -127,26 +106,6 @@ def _total_weight(stats, there, best, scale):
     tops = tl.load(stats, mask=there, other=float("-inf"))
     sums = tl.load(stats + 1, mask=there, other=0.0)
     return tl.sum(sums * tl.exp((tops - best) * scale), 0)
-
-
-@triton.jit
-def _deviation(stats, there):
-    """Standard deviation of all the row's finite logits, combined from its tiles."""
-    count = tl.load(stats + 2, mask=there, other=0.0)
-    mean = tl.load(stats + 3, mask=there, other=0.0)
-    squares = tl.load(stats + 4, mask=there, other=0.0)
-    total = tl.sum(count, 0)
-    from_mean = mean - tl.sum(count * mean, 0) / total
-    return tl.sqrt(tl.sum(squares + count * from_mean * from_mean, 0) / total)
-
-
-@triton.jit
-def _draw(distances, token_ids, key, position, FAST: tl.constexpr):
-    """The best score after noise and its token; infinite distances are never sampled."""
-    whiten, multiply = row_words(key, position)
-    scores = add_gumbel(-distances, noise_bits(token_ids, whiten, multiply).to(tl.float32) * TO_UNIT, FAST)
-    best = tl.max(scores)
-    return best, tl.min(tl.where(scores == best, token_ids, 0x7FFFFFFF))
 
 
 @triton.jit
@@ -303,136 +262,6 @@ def _narrow_kernel(
     tl.store(limit_ptr + sample, limit)
     tl.store(todo_ptr + sample, todo)
     tl.store(total_ptr + sample, total)
-
-
-@triton.jit
-def _top_k_cut(row, top_k, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """Distance of the k-th token below the best, found bit by bit with one pass over the row each."""
-    found = tl.full([], 0, tl.int32)
-    for index in range(31):
-        bit = tl.full([], 1 << 30, tl.int32) >> index
-        counts = tl.zeros([BLOCK], tl.int32)
-        for start in tl.range(0, vocab_size, BLOCK):
-            _, distances = load_distances(row, start, best, scale, vocab_size, EDITED, HAS_MASK, BLOCK)
-            counts += (distances.to(tl.int32, bitcast=True) <= found + (bit - 1)).to(tl.int32)
-        found = tl.where(tl.sum(counts, 0) >= top_k, found, found + bit)
-    return bits_to_distance(found)
-
-
-@triton.jit
-def _above(row, cut, best, scale, vocab_size, EDITED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """Number and total weight of the tokens nearer to the best than `cut`."""
-    counts = tl.zeros([BLOCK], tl.int32)
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, vocab_size, BLOCK):
-        _, distances = load_distances(row, start, best, scale, vocab_size, EDITED, HAS_MASK, BLOCK)
-        counts += (distances < cut).to(tl.int32)
-        sums += tl.where(distances < cut, tl.exp(-distances), 0.0)
-    return tl.sum(counts, 0), tl.sum(sums, 0)
-
-
-@triton.jit
-def _draw_above(
-    row,
-    cut,
-    best,
-    scale,
-    key,
-    position,
-    vocab_size,
-    EDITED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Sample a token from those nearer to the best than `cut`."""
-    highest = tl.full([], float("-inf"), tl.float32)
-    token = tl.full([], 0, tl.int32)
-    for start in tl.range(0, vocab_size, BLOCK):
-        token_ids, distances = load_distances(row, start, best, scale, vocab_size, EDITED, HAS_MASK, BLOCK)
-        score, drawn = _draw(tl.where(distances < cut, distances, float("inf")), token_ids, key, position, FAST)
-        token = tl.where(score > highest, drawn, token)
-        highest = tl.maximum(score, highest)
-    return token
-
-
-@triton.jit
-def _verify_kernel(
-    logits_ptr,
-    copies_ptr,
-    places_ptr,
-    mask_ptr,
-    inv_temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    sigma_ptr,
-    key_ptr,
-    positions_ptr,
-    stats_ptr,
-    best_ptr,
-    todo_ptr,
-    total_ptr,
-    out_token_ptr,
-    logits_stride,
-    copies_stride,
-    mask_stride,
-    vocab_size,
-    num_tiles,
-    EDITED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program: one row that sampled from more tokens than its filters may keep. Counts the tokens above the sampled
-    one and, while they are too many, samples again from them. Each iteration removes about half of the excess."""
-    let_next_start(PDL)
-    sample = tl.program_id(0).to(tl.int64)
-    wait_for_inputs(PDL)
-    if tl.load(todo_ptr + sample) == VERIFY:
-        scale, top_k, top_p, _, sigma, _ = _load_filters(
-            sample, inv_temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sigma_ptr
-        )
-        best = tl.load(best_ptr + sample)
-        total = tl.load(total_ptr + sample)
-        row = find_row(
-            logits_ptr,
-            logits_stride,
-            copies_ptr,
-            copies_stride,
-            places_ptr,
-            mask_ptr,
-            mask_stride,
-            sample,
-            EDITED,
-            HAS_MASK,
-        )
-        if (top_p < 1) & ((top_k > 0) | (sigma > 0)):
-            # top-p's share is of what top-k and sigma keep, so their exact cut is needed here.
-            cut = tl.full([], float("inf"), tl.float32)
-            if top_k > 0:
-                cut = _top_k_cut(row, top_k, best, scale, vocab_size, EDITED, HAS_MASK, BLOCK)
-            if sigma > 0:
-                tiles = tl.arange(0, TILES)
-                stats = stats_ptr + (sample * num_tiles + tiles) * NUM_STATS
-                cut = tl.minimum(cut, sigma * _deviation(stats, tiles < num_tiles) * scale)
-            just_beyond = (cut.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
-            beyond = tl.where(cut < float("inf"), just_beyond, cut)
-            total = _above(row, beyond, best, scale, vocab_size, EDITED, HAS_MASK, BLOCK)[1]
-        key = tl.load(key_ptr + sample)
-        position = tl.load(positions_ptr + sample)
-        token = tl.load(out_token_ptr + sample).to(tl.int32)
-        seeking = tl.full([], 1, tl.int32)
-        while seeking != 0:
-            cut = (best - load_logits(row, token, True, EDITED)) * scale
-            count, weight = _above(row, cut, best, scale, vocab_size, EDITED, HAS_MASK, BLOCK)
-            fits = ((top_k == 0) | (count < top_k)) & ((top_p >= 1) | (weight < top_p * total))
-            seeking = tl.where(fits | (count == 0), 0, 1)
-            if seeking != 0:
-                token = _draw_above(row, cut, best, scale, key, position, vocab_size, EDITED, HAS_MASK, BLOCK, FAST)
-        tl.store(out_token_ptr + sample, token.to(tl.int64))
 
 
 def sample_filtered(

@@ -19,7 +19,8 @@ from quire.kernels.triton.launch import launch_options, let_next_start, num_mult
 from quire.kernels.triton.recurrent import recurrent
 from quire.kernels.triton.recurrent.conv import convolve_keys, taps_first
 from quire.kernels.triton.recurrent.hopper.gated_delta import supports_tma, tile_descriptor, token_descriptor
-from quire.kernels.triton.recurrent.hopper.mamba_kernel import LINES, ROW_FIELDS, _mamba_hopper_kernel
+from quire.kernels.triton.recurrent.hopper.mamba_groups import LINES, ROW_FIELDS
+from quire.kernels.triton.recurrent.hopper.mamba_kernel import _mamba_hopper_kernel
 from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
 from quire.kernels.triton.recurrent.scan import fits_mamba_walk
 from quire.kernels.triton.recurrent.step import softplus

@@ -30,6 +30,8 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, slots=True)
 class Library:
+    """A library with attention kernels, how it is selected, and how its kernels are opened."""
+
     name: str
     setting: str  # name in the setting `kernels`
     package: str
@@ -39,6 +41,7 @@ class Library:
     opt_in_reason: str | None = None  # reason why the library must be asked for by name
 
     def installed(self) -> str | None:
+        """Version of the installed package; None if it is not installed."""
         try:
             return version(self.package)
         except PackageNotFoundError:
@@ -176,6 +179,7 @@ def judge(
 def _judge_library(
     library: Library, ops: Ops, shape: TrialShape, device: torch.device, kernels: str, work: _Prompt, timer: Timer
 ) -> Iterator[LibraryVerdict]:
+    """Verdicts of a library's kernels; one verdict with the reason if none can be used."""
     installed = library.installed()
     if installed is None:
         yield LibraryVerdict(library.name, "not installed")
@@ -264,6 +268,7 @@ class _Prompt:
     def make(
         cls, shape: TrialShape, device: torch.device, counts: list[int] | None = None, lengths: list[int] | None = None
     ) -> _Prompt:
+        """Create inputs. By default one prompt of PROMPT_TOKENS or the model's maximum length."""
         counts = counts or [min(PROMPT_TOKENS, shape.max_len)]
         lengths = lengths or counts
         need = [-(-length // shape.page_tokens) for length in lengths]
@@ -284,6 +289,7 @@ class _Prompt:
         return f"prompts of {max(self.counts)} tokens with heads of {shape.head_dim} in {dtype}{window}"
 
     def plan(self, ops: Ops) -> Any:
+        """The attention plan that `ops` makes for these inputs."""
         shape = self.shape
         return ops.plan_attention(
             self.table, self.positions, self.counts, self.lengths, shape.page_tokens, shape.window, shape.dtype

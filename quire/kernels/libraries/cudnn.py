@@ -23,6 +23,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def open_cudnn(device: torch.device) -> Sequence[PrefillKernel]:
+    """cuDNN's kernel, or an empty list if torch or the device does not support it."""
     if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device) < (8, 0):
         return []
     return [CudnnAttention()]
@@ -36,6 +37,8 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _CudnnPlan:
+    """Shape and pages of a step's prompts, shared by all layers."""
+
     num_rows: int
     num_tokens: int  # tokens of each row
     pages: Tensor  # [rows * pages per row] int32: pages to copy, in order

@@ -21,6 +21,8 @@ MAX_HEAD_DIM = 256
 
 @dataclass(slots=True)
 class _FlashPlan:
+    """Page table and copies of a step's prefill rows, shared by all layers."""
+
     rows: PrefillRows
     table: Tensor  # [rows, pages] int32
     copies: LargePages | None
@@ -32,6 +34,7 @@ class _FlashPlan:
         return (-1, -1) if self.rows.window is None else (self.rows.window - 1, 0)
 
     def caches(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The caches that the library reads: the model's own, or copies filled now."""
         if self.copies is None:
             return k_cache, v_cache
         self.copies.fill(k_cache, v_cache)
@@ -53,6 +56,8 @@ def _plan(rows: PrefillRows, k_cache: Tensor, scale: float, copied: bool) -> _Fl
 
 
 class FlashAttention3:
+    """A `PrefillKernel` on FlashAttention-3, over the model's pages or copied ones."""
+
     def __init__(self, attend: Callable[..., Tensor], *, copied: bool):
         """`attend`: the library's `flash_attn_with_kvcache`."""
         self.name = "FlashAttention-3 over copied pages" if copied else "FlashAttention-3"
@@ -83,6 +88,8 @@ class FlashAttention3:
 
 
 class FlashAttention2:
+    """A `PrefillKernel` on FlashAttention-2."""
+
     def __init__(self, attend: Callable[..., Tensor]):
         """`attend`: the library's `flash_attn_varlen_func`."""
         self.name = "FlashAttention-2"
@@ -114,6 +121,7 @@ class FlashAttention2:
 
 
 def open_version_3(device: torch.device) -> list[FlashAttention3]:
+    """Both variants of FlashAttention-3's kernel, or an empty list if the device is not Hopper."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return []
     from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
@@ -122,6 +130,7 @@ def open_version_3(device: torch.device) -> list[FlashAttention3]:
 
 
 def open_version_2(device: torch.device) -> list[FlashAttention2]:
+    """FlashAttention-2's kernel, or an empty list on devices before Ampere."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return []
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]

@@ -76,11 +76,15 @@ def _is_up_to_date(module: Any) -> bool:
 
 @dataclass(slots=True)
 class _Slot:
+    """A wrapper and the event after which it may be planned again."""
+
     wrapper: Any
     sent: torch.cuda.Event | None = None  # recorded when its last plan has reached the device
 
 
 class FlashInfer:
+    """A `PrefillKernel` on FlashInfer."""
+
     name = "FlashInfer"
 
     def __init__(self, make_wrapper: Callable[[], Any], backend: str, is_compiled: Callable[[ModuleKind], bool]):
@@ -143,6 +147,7 @@ def _ints(values: Any) -> Tensor:
 
 
 def open_library(device: torch.device) -> list[FlashInfer]:
+    """FlashInfer's kernel with a workspace on the device."""
     import flashinfer
 
     backend = backend_for(device)

@@ -21,6 +21,8 @@ MAX_TOKENS = 1 << 16  # tokens of one step: 2 x 128 MiB with 8 heads of 128
 
 @dataclass(slots=True)
 class LargePages:
+    """Large pages of a step's prefill rows, and the list of pages to copy into them."""
+
     sources: Tensor  # [small pages] int32: pages to copy, in order
     table: Tensor  # [rows, large pages] int32
     k: Tensor  # [large pages, LARGE, kv_heads, head_dim]
@@ -28,6 +30,7 @@ class LargePages:
 
     @classmethod
     def make(cls, rows: PrefillRows, k_cache: Tensor) -> LargePages:
+        """List the copies of `rows` and allocate the large pages."""
         per_large = LARGE // rows.page_tokens
         counts = num_large(rows.len_bounds)
         starts = np.cumsum(counts) - counts
@@ -44,6 +47,7 @@ class LargePages:
         return cls(sources, sent["table"], k, torch.empty_like(k))
 
     def fill(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Copy the rows' pages of one layer."""
         for cache, copy in ((k_cache, self.k), (v_cache, self.v)):
             torch.index_select(cache, 0, self.sources, out=copy.view(-1, *cache.shape[1:]))
 
@@ -55,4 +59,5 @@ def num_large(len_bounds: list[int]) -> np.ndarray:
 
 
 def can_copy(rows: PrefillRows) -> bool:
+    """Whether pages divide large ones evenly and the copies fit into MAX_TOKENS."""
     return LARGE % rows.page_tokens == 0 and int(num_large(rows.len_bounds).sum()) * LARGE <= MAX_TOKENS

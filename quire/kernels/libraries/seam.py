@@ -65,6 +65,7 @@ class PrefillKernel(Protocol):
 
 
 def with_library(ops: Ops, kernel: PrefillKernel) -> Ops:
+    """Return `ops` with the library's kernel for prefill rows before its own attention."""
     row = _LibraryRow(ops, kernel)
     return replace(ops, plan_attention=row.plan_attention, paged_attention=row.paged_attention)
 
@@ -108,6 +109,7 @@ class LibraryPlan:
 
     @cached_property
     def prefills(self) -> PrefillRows:
+        """The rows from the first prefill row on."""
         page_tokens, window, _ = self._rest
         first = self.first_row
         counts, len_bounds, table = self._counts[first:], self._len_bounds[first:], self._table[first:]

@@ -25,12 +25,14 @@ KNOWN_GLUON = ("3.6.", "3.7.")
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
+    """Allow the next kernel to start, if it was launched with programmatic dependent launch."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
+    """Wait until all earlier kernels have ended and their results are visible."""
     if PDL:
         gdc_wait()
 
@@ -46,19 +48,21 @@ def compute_cache_keys(names: dict[str, object]) -> None:
 
 @functools.cache
 def has_dependent_launch(device_index: int | None) -> bool:
+    """Whether the device supports programmatic dependent launch (Hopper and later)."""
     return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] >= 9
 
 
 @functools.cache
 def supports_gluon(device_index: int | None) -> bool:
     """Whether the device supports the Gluon kernels (Hopper) and this Triton is a version they are known to work with.
-    If only the version is unknown, `validation.trials` reports it."""
+    If only the version is unknown, `validation.hopper_trial` reports it."""
     known = triton.__version__.startswith(KNOWN_GLUON)
     return known and not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] == 9
 
 
 @functools.cache
 def num_multiprocessors(device_index: int | None) -> int:
+    """Number of the device's multiprocessors; 4 in the interpreter."""
     if INTERPRETED:
         return 4
     return torch.cuda.get_device_properties(device_index).multi_processor_count

@@ -32,6 +32,7 @@ def _gather_kernel(
     row_tokens_stride,
     PDL: tl.constexpr,
 ):
+    """One program: gathers the inputs of one row and advances its length."""
     let_next_start(PDL)
     place = tl.program_id(0)
     wait_for_inputs(PDL)
@@ -50,6 +51,7 @@ def _gather_kernel(
 
 @triton.jit
 def _slots_kernel(rows_ptr, positions_ptr, table_ptr, slots_ptr, table_stride, PAGE: tl.constexpr, PDL: tl.constexpr):
+    """One program: computes the cache slot of one row's token."""
     let_next_start(PDL)
     place = tl.program_id(0)
     wait_for_inputs(PDL)

@@ -36,6 +36,8 @@ class _WorkLists:
 
 
 class CapturedWork:
+    """Attention work of captured mixed steps, sized by the first run and filled before each replay."""
+
     def __init__(self, num_tokens: int, num_decodes: int, num_prefills: int):
         """Maximum numbers of tokens, decode rows and prefill rows of a step."""
         self._num_tokens, self._num_decodes, self._num_prefills = num_tokens, num_decodes, num_prefills

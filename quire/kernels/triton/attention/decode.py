@@ -285,6 +285,8 @@ def _decode_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
+    """Tile sizes, splits and launch options of the decode kernel."""
+
     block: int  # keys per iteration
     num_splits: int
     min_span: int  # keys below which a row is not split further
@@ -305,6 +307,7 @@ class DecodeWorkspace:
     def create(
         cls, num_rows: int, num_kv_heads: int, group: int, head_dim: int, num_splits: int, device: torch.device
     ) -> DecodeWorkspace | None:
+        """Allocate buffers for so many rows; None if rows are not split."""
         if num_splits == 1:
             return None
         shape = (num_rows, num_kv_heads, num_splits, triton.next_power_of_2(group))

@@ -79,6 +79,7 @@ def _store_out(
     D: tl.constexpr,
     SINKS: tl.constexpr,
 ):
+    """Normalize the sums of a tile's queries, including sinks, and store them."""
     offset = lanes // GROUP_STORED
     member = lanes % GROUP_STORED
     dims = tl.arange(0, D)

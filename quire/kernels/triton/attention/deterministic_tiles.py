@@ -61,13 +61,16 @@ class _Shape:
 
     @property
     def tile_tokens(self) -> int:
+        """Tokens of one tile."""
         return max(1, self.tuning.block_q // triton.next_power_of_2(self.group))
 
     def num_shares(self, num_tiles: int, max_spans: int) -> int:
+        """Programs per tile with slots, so that all tiles together occupy the GPU."""
         wanted = WAVES * num_multiprocessors(self.device.index) // max(num_tiles * self.num_kv_heads, 1)
         return max(1, min(wanted, max_spans))
 
     def max_slots(self, lanes: int) -> int:
+        """Maximum number of slots within MAX_PARTIAL_BYTES."""
         return MAX_PARTIAL_BYTES // (self.num_kv_heads * lanes * padded_dim(self.head_dim) * 4)
 
     def partials(self, num_slots: int, lanes: int) -> SpanPartials:
@@ -140,6 +143,7 @@ def _plan_decodes(plan: TritonPlan, shape: _Shape) -> TileWork:
 
 
 def _plan_mixed(plan: TritonPlan, shape: _Shape) -> TileWork:
+    """Work of a mixed step, listed on the host and uploaded."""
     assert plan.row_index is None, "a permanent page table is for decode-only steps"
     max_slots = shape.max_slots(shape.tuning.block_q)
     fields, num_slots = list_tiles(
@@ -185,9 +189,11 @@ class CapturedTiles:
 
     @property
     def is_used(self) -> bool:
+        """Whether a layer has attended with it."""
         return self._work is not None
 
     def prepare(self, plan: TritonPlan, shape: _Shape) -> TileWork:
+        """Allocate the lists at the first run; later calls return the same work."""
         if self._work is None:
             num_tiles = -(-self._num_tokens // shape.tile_tokens) + self._num_rows
             self._shape, self._window = shape, plan.window

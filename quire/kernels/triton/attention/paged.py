@@ -1,6 +1,6 @@
 """Paged attention on Triton for steps that mix decode rows (one token) and prefill rows (several tokens).
 
-Implements the interface of `kernels.reference_attention`: plan once per step, attend in every layer. A decode-only step
+Implements the interface of `kernels.reference.attention`: plan once per step, attend in every layer. A decode-only step
 needs nothing from the host but its length bounds, so it can be captured; a mixed step uploads one small table without
 synchronizing.
 """
@@ -64,6 +64,8 @@ class AttentionWork:
 
 @dataclass(slots=True)
 class TritonPlan:
+    """A step's rows for attention, and the work that its first layer prepares."""
+
     page_table: Tensor  # [rows, max_pages] int32
     positions: Tensor  # [tokens] int64
     counts: list[int]
@@ -93,7 +95,7 @@ def plan_attention(
     work: Any = None,
     hopper: bool = True,
 ) -> TritonPlan:
-    """Plan a step's attention, as `reference_attention.plan_attention`. With `row_index` (decode-only steps)
+    """Plan a step's attention, as `reference.attention.plan_attention`. With `row_index` (decode-only steps)
     `page_table` may be the permanent table of all rows; `early` is passed to `decode_attention`. Work is listed when
     the first layer attends, or by the owner of `work`, a `CapturedWork`. `hopper=False` excludes `prefill_hopper`."""
     return TritonPlan(page_table, positions, counts, len_bounds, page_tokens, window, row_index, early, hopper, work)
@@ -109,7 +111,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """Attend as `reference_attention.paged_attention`. `scales`: those of an FP8 cache."""
+    """Attend as `reference.attention.paged_attention`. `scales`: those of an FP8 cache."""
     if plan.prepared is None:
         plain = softcap is None and sinks is None
         listed = _prepare if plan.work is None else plan.work.prepare
@@ -256,6 +258,7 @@ def _prepare(plan: TritonPlan, q: Tensor, k_cache: Tensor, plain: bool) -> Atten
 
 
 def plan_decodes(work: AttentionWork, num_decodes: int, len_bound: int, q: Tensor, k_cache: Tensor) -> None:
+    """Choose the tuning and allocate the buffers for a step's decode rows."""
     num_heads, num_kv_heads, head_dim = q.shape[1], k_cache.shape[2], k_cache.shape[3]
     work.decode_tuning = decode.tune(num_decodes, num_kv_heads, head_dim, len_bound, k_cache.element_size(), q.device)
     work.workspace = decode.DecodeWorkspace.create(

@@ -245,6 +245,8 @@ def _prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
+    """Tile sizes and launch options of the prefill kernel."""
+
     block_q: int = 128  # queries per tile: tokens times the heads that share a key-value head
     block: int = 128  # keys per iteration
     num_warps: int = 8
@@ -252,6 +254,7 @@ class PrefillTuning:
 
 
 def tune(head_dim: int, element_size: int) -> PrefillTuning:
+    """Choose by the bytes of a padded head."""
     if padded_dim(head_dim) * element_size <= 256:
         return PrefillTuning()
     return PrefillTuning(block_q=64, block=32, num_warps=4, num_stages=2)

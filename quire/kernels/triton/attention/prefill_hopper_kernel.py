@@ -257,6 +257,7 @@ def _prefill_hopper_kernel(
     RECORD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    """One program per multiprocessor: allocates shared memory and barriers, and starts the warp groups."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PAGES: gl.constexpr = BLOCK // PAGE
     dtype: gl.constexpr = out_ptr.dtype.element_ty

@@ -28,6 +28,8 @@ MERGE_LANES = 32  # queries merged by one program
 
 @dataclass(frozen=True, slots=True)
 class Shares:
+    """Items of each program, and merges of those that were cut."""
+
     items: np.ndarray  # int32: start of each program's list, num_programs + 1 numbers, then a record per item
     merges: np.ndarray  # int32: a record per merge
 

@@ -1,8 +1,7 @@
 """Fused query/key RMSNorm, rotary embedding and KV cache write, between the fused QKV projection and attention.
 
-Angles are computed from positions and frequencies, or read from tables in the layout of `reference.rope`. Values are
-cached unchanged, keys after norm and rope; an FP8 cache stores both divided by their scale.
-"""
+Angles are computed from positions and frequencies, or read from tables in the layout of `reference.small_ops.rope`.
+Values are cached unchanged, keys after norm and rope; an FP8 cache stores both divided by their scale."""
 
 from __future__ import annotations
 
@@ -32,6 +31,7 @@ def cos_sin(angle, FAST: tl.constexpr):
 
 @triton.jit
 def store_cache(ptr, value, mask, inv_scale, FP8: tl.constexpr):
+    """Store cache entries; those of an FP8 cache are scaled and clamped to its range."""
     if FP8:
         value = tl.clamp(value * inv_scale, -448.0, 448.0)
     tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)

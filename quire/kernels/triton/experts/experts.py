@@ -149,6 +149,8 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GroupedTuning:
+    """Tile sizes and launch options of one grouped product."""
+
     block_out: int
     block_in: int
     num_warps: int
@@ -157,6 +159,8 @@ class GroupedTuning:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsTuning:
+    """Tunings of both grouped products."""
+
     rows: int  # maximum rows of a tile
     gate_up: GroupedTuning
     down: GroupedTuning

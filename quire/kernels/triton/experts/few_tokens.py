@@ -50,6 +50,7 @@ def _products(weight, x, OUT: tl.constexpr, IN: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, alpha, shift, limit, LIMITED: tl.constexpr, GELU: tl.constexpr):
+    """Gated activation: gate and up, clamped if LIMITED, combined."""
     if LIMITED:
         gate = tl.minimum(gate, limit)
         up = tl.clamp(up, -limit, limit)
@@ -229,6 +230,8 @@ def _few_down_kernel(
 
 @dataclass(frozen=True, slots=True)
 class FewProductTuning:
+    """Tile sizes and launch options of one product of a few tokens."""
+
     block_out: int
     block_in: int  # maximum columns of a tile
     num_warps: int
@@ -237,6 +240,8 @@ class FewProductTuning:
 
 @dataclass(frozen=True, slots=True)
 class FewTuning:
+    """Tunings of both products."""
+
     gate_up: FewProductTuning
     down: FewProductTuning
 

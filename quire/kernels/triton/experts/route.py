@@ -330,6 +330,8 @@ def _place_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
+    """Pairs of tokens and experts in expert order, and the tiles they are cut into."""
+
     order: Tensor  # [pairs] int32: pairs (token * top_k + choice) in sorted order
     tiles: Tensor  # [num_tiles, TILE_FIELDS] int32
     num_tiles: int

@@ -312,6 +312,8 @@ def _latent_kernel(
 
 @dataclass(frozen=True, slots=True)
 class LatentTuning:
+    """Block size and launch options of the latent kernel."""
+
     block: int = 64  # entries per iteration
     num_warps: int = 8
     num_stages: int = 2

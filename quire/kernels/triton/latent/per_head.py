@@ -38,6 +38,7 @@ def _head_product_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program: OUT_BLOCK outputs of one head for all tokens."""
     let_next_start(PDL)
     head = tl.program_id(0).to(tl.int64)
     outs = tl.program_id(1) * OUT_BLOCK + tl.arange(0, OUT_BLOCK)

@@ -24,6 +24,8 @@ MIN_SPAN = 128  # entries below which a row is not split further
 
 @dataclass(slots=True)
 class LatentWork:
+    """Lists and buffers of latent attention for one step."""
+
     num_decodes: int = 0
     num_splits: int = 1
     token_index: Tensor | None = None

@@ -87,6 +87,8 @@ def _fixed_linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
+    """Tile sizes and launch options of a product."""
+
     outs: int
     rows: int
     columns: int  # columns loaded per iteration; sums continue from one iteration to the next

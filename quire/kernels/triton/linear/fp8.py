@@ -33,6 +33,7 @@ def _quantize_rows_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program: quantizes one row, after its norm or gated activation."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

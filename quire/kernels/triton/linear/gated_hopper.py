@@ -112,6 +112,7 @@ def _pack(sums, dtype: gl.constexpr):
 
 @gluon.jit
 def _unpack(words, dtype: gl.constexpr):
+    """Gate and up of a packed word, in float32."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -256,6 +257,7 @@ def _gated_hopper_kernel(
     CURVE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    """One program per multiprocessor: allocates shared memory and barriers, and starts the warp groups."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     OUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = x_desc.dtype

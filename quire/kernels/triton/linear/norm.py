@@ -15,6 +15,7 @@ from quire.kernels.triton.launch import launch_options, let_next_start, wait_for
 
 @triton.jit
 def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, eps, num_weight_rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program: normalizes one row."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -32,6 +33,7 @@ def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, eps, num_weight_rows, BL
 def _norm_add_kernel(
     x_ptr, weight_ptr, stream_ptr, width, stream_stride, eps, factor, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    """One program: normalizes one row and adds it to the residual stream."""
     let_next_start(PDL)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -50,6 +52,7 @@ def _norm_add_kernel(
 def _gate_mul_kernel(
     gate_up_ptr, out_ptr, row_stride, width, CURVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    """One program: BLOCK columns of one row."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

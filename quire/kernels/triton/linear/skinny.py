@@ -70,6 +70,7 @@ def _one_row_kernel(
     LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program: BLOCK_OUT outputs of the only row, on plain arithmetic units."""
     let_next_start(PDL)
     program = tl.program_id(0)
     outs = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -148,6 +149,7 @@ def _few_rows_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program: BLOCK_OUT outputs of all rows, on the matrix units."""
     let_next_start(PDL)
     program = tl.program_id(0)
     outs = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -197,6 +199,8 @@ def _few_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTuning:
+    """Tile sizes and launch options of a skinny product."""
+
     block_out: int
     block_in: int
     num_warps: int

@@ -234,6 +234,7 @@ def channel_delta_net(
     state: Tensor,
     plan: TritonRecurrentPlan,
 ) -> Tensor:
+    """Implements `reference.recurrent.channel_delta_net`."""
     return run_channel_delta(x, forget, gate, weights, shape, state, plan, scan)
 
 

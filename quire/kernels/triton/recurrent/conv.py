@@ -324,4 +324,5 @@ def _convolve_part(
 
 
 def block(dim: int) -> int:
+    """Channels of a head in shared layouts: a power of two of at least 16."""
     return max(16, triton.next_power_of_2(dim))

@@ -222,6 +222,8 @@ def _ring_kernel(
 
 @dataclass(frozen=True, slots=True)
 class WalkPlan:
+    """A step's rows for the deterministic recurrent layers."""
+
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
     starts: Tensor  # [rows + 1] int64: first token of each row

@@ -26,6 +26,8 @@ TOKENS = 2  # tokens whose groups one program normalizes
 
 @dataclass(slots=True)
 class TritonRecurrentPlan:
+    """A step's rows for recurrent layers, and the work that the first layer prepares."""
+
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
     counts: list[int]
@@ -34,6 +36,8 @@ class TritonRecurrentPlan:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWork:
+    """Work lists of decode and prefill rows, shared by all recurrent layers of a step."""
+
     chunk: int
     num_decodes: int
     decodes: Tensor | None = None  # [decode rows] int64: their rows; None: all rows, in order
@@ -43,12 +47,14 @@ class RecurrentWork:
 
 
 def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> TritonRecurrentPlan:
+    """Implements `reference.recurrent.plan_recurrent`."""
     return TritonRecurrentPlan(slots, positions, counts)
 
 
 def gated_delta_net(
     x: Tensor, weights: DeltaWeights, shape: RecurrentShape, state: Tensor, plan: TritonRecurrentPlan
 ) -> Tensor:
+    """Implements `reference.recurrent.gated_delta_net`."""
     return run_delta_net(x, weights, shape, state, plan, _scan_and_norm)
 
 
@@ -251,6 +257,7 @@ def prepare(plan: TritonRecurrentPlan, chunk: int) -> RecurrentWork:
 
 
 def _list_work(plan: TritonRecurrentPlan, chunk: int) -> RecurrentWork:
+    """List decode rows, prefill rows and their chunks, and upload the lists."""
     counts = plan.counts
     if all(count == 1 for count in counts):
         return RecurrentWork(chunk, len(counts))

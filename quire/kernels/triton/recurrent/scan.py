@@ -381,6 +381,7 @@ def tune_walk(
 
 
 def processors(x: Tensor) -> int:
+    """Multiprocessors for `tune_walk`; 1 in the interpreter."""
     return 1 if INTERPRETED else num_multiprocessors(x.device.index)
 
 

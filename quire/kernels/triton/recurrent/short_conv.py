@@ -183,6 +183,7 @@ def _rings_kernel(
 
 
 def short_conv(x: Tensor, weights: ConvWeights, shape: ConvShape, state: Tensor, plan: TritonRecurrentPlan) -> Tensor:
+    """Implements `reference.recurrent.short_conv`."""
     work = prepare(plan, CHUNK)
     width, taps = shape.channels, shape.conv_len
     out = x.new_empty(len(x), width)

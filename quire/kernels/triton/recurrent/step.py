@@ -315,6 +315,8 @@ def mamba_step(
 
 @dataclass(frozen=True, slots=True)
 class StepTuning:
+    """Tile size and warps of the decode kernel."""
+
     value_block: int  # rows of a matrix that a program holds at a time
     num_warps: int
 

@@ -30,6 +30,7 @@ def _copy_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program: copies BLOCK logits of one sample."""
     let_next_start(PDL)
     place = tl.program_id(1).to(tl.int64)
     token_ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -52,6 +53,7 @@ def _bias_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program: adds BLOCK biases."""
     let_next_start(PDL)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = lanes < num_cells

@@ -17,6 +17,7 @@ VERIFY = tl.constexpr(2)  # ... and then check whether top-k and top-p keep the 
 
 @triton.jit
 def _load_filters(sample, inv_temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, sigma_ptr):
+    """A sample's inverse temperature and filters, and whether any filter is active."""
     scale = tl.load(inv_temperature_ptr + sample)
     top_k = tl.load(top_k_ptr + sample).to(tl.int32)
     top_p = tl.load(top_p_ptr + sample).to(tl.float32)

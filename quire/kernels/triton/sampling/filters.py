@@ -103,6 +103,7 @@ def _survey_kernel(
 
 @triton.jit
 def _total_weight(stats, there, best, scale):
+    """Sum of the row's weights relative to `best`, from the sums of its tiles."""
     tops = tl.load(stats, mask=there, other=float("-inf"))
     sums = tl.load(stats + 1, mask=there, other=0.0)
     return tl.sum(sums * tl.exp((tops - best) * scale), 0)

@@ -99,6 +99,7 @@ def reach(distances, amounts, wanted):
 
 @triton.jit
 def bits_to_distance(bits):
+    """The distance with these bits; bits above infinity's become infinity."""
     return tl.minimum(bits, INF_BITS).to(tl.float32, bitcast=True)
 
 

@@ -32,6 +32,7 @@ def _score_tiles_kernel(
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program: one tile of one sample. Stores each group's best, and the tile's sums."""
     let_next_start(PDL)
     tile = tl.program_id(0)
     index = tl.program_id(1).to(tl.int64)
@@ -79,6 +80,7 @@ def _score_rows_kernel(
     LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program: log-probability, rank and best alternatives of one sample, from its tiles."""
     let_next_start(PDL)
     index = tl.program_id(0).to(tl.int64)
     wait_for_inputs(PDL)

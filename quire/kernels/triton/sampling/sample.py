@@ -59,6 +59,7 @@ def row_words(key, position):
 
 @triton.jit
 def noise_bits(token_ids, whiten, multiply):
+    """31 bits of noise per token, from the words of `row_words`."""
     x = (token_ids * GOLDEN_32 ^ whiten) * multiply
     x = (x ^ (x >> 15)) * MULTIPLY_32_A
     x = (x ^ (x >> 13)) * MULTIPLY_32_B
@@ -186,6 +187,7 @@ def _finish_kernel(
     LIMITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program: combines the chunks of one sample, and stores its token and whether it is bad."""
     let_next_start(PDL)
     sample = tl.program_id(0)
     chunks = tl.arange(0, CHUNKS)

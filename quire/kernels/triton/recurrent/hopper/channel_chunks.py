@@ -161,6 +161,8 @@ def _put(old, new, where):
 
 @gluon.jit
 def _multiply(faded_keys, faded_queries, parted, lower, scores):
+    """Products of the decayed keys and queries of one level, merged into `lower` and `scores` at the bits of
+    `parted`."""
     nothing = gl.full([64, 64], 0.0, gl.float32, MMA)
     fence_async_shared()
     thread_barrier()  # the inputs are written

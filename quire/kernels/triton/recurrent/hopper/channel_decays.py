@@ -67,6 +67,7 @@ def times(a, b):
 
 @gluon.jit
 def as_pair(low, high, dtype: gl.constexpr):
+    """Two float32 numbers rounded to `dtype` and packed into 32 bits."""
     if dtype == gl.float16:
         return pair(low, high)
     return gl.inline_asm_elementwise(

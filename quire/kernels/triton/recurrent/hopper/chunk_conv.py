@@ -156,6 +156,7 @@ def _pasts(slots, unit, where, channel, CHANNELS: gl.constexpr, TAPS: gl.constex
 
 @gluon.jit
 def _mix(x, past, taps, bias, TAPS: gl.constexpr):
+    """Weighted sum of a token's input and the preceding ones, then SiLU."""
     if bias is None:
         total = x * taps[0]
     else:

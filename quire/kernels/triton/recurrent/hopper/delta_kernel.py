@@ -223,6 +223,7 @@ def _fetch(
 
 @gluon.jit
 def make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """Allocate and initialize NUM barriers of COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(NUM):
         mbarrier.init(barriers.index(place), count=COUNT)

@@ -65,7 +65,7 @@ def check_jobs(llm: LLM, jobs: Sequence[BenchJob]) -> None:
     for job in jobs:
         largest = max(job.tokens)
         if largest >= vocab_size:
-            what = f"{job.origin} has token id {largest}, the model's go from 0 to {vocab_size - 1}."
+            what = f"{job.origin} has token id {largest}, the model's ids go from 0 to {vocab_size - 1}."
             raise QuireError("bad_requests", what, "Use ids of this model.")
         if len(job.tokens) + job.num_outputs > max_len:
             what = (

@@ -34,8 +34,8 @@ def bench_quality(config: Config, text: str, *, stretches: int = 8, length: int 
     tokens = tokenizer.encode(text[: 12 * stretches * length])
     pieces = [tokens[i * length : (i + 1) * length] for i in range(stretches)]
     if len(pieces[-1]) < length:
-        what = f"The text has {len(tokens)} tokens, not the {stretches * length} asked for."
-        raise QuireError("usage", what, "Give a longer one, or ask for less.")
+        what = f"The text has {len(tokens)} tokens, fewer than the {stretches * length} needed."
+        raise QuireError("usage", what, "Give a longer text, or take fewer or shorter stretches.")
     exact = _load(override_config(config, {"dtype": "float32", "quant": "none"}))
     judged = _load(config)
     sums = {"theirs": 0.0, "ours": 0.0, "kl": 0.0, "same": 0.0}

@@ -90,7 +90,7 @@ def _first_word(command: list[str], env: dict[str, str]) -> float:
         took = time.monotonic() - start
         _, told = process.communicate()
     if process.returncode or not word:
-        last = told.decode(errors="replace").strip().splitlines()[-1:] or ["it ended without a word"]
+        last = told.decode(errors="replace").strip().splitlines()[-1:] or ["it ended without output"]
         raise QuireError("start_failed", f"`{' '.join(command[1:4])} …` failed: {last[0]}")
     return took
 
@@ -116,7 +116,7 @@ def _run(config: Config, prompt_len: int, caches: dict[str, str]) -> Report:
         raise QuireError(
             "start_failed",
             f"The process ended with code {done.returncode} before its first token.",
-            "What it said is above.",
+            "Its output is above.",
         ) from None
     if "code" in told:
         raise QuireError(told["code"], told["what"], told["hint"])

@@ -72,7 +72,7 @@ def _environment(console: Console, report: Report) -> None:
     console.print(" · ".join(f"{name} {options[name]}" for name in shown), style="dim", soft_wrap=True)
     if load is not None and load > options["num_cores"] / 2:
         busy = f"The machine was busy before this began (load {load:.1f} on {options['num_cores']} cores)"
-        console.print(f"{busy}: the figures are worse than it can do.", style="yellow", soft_wrap=True)
+        console.print(f"{busy}: the figures are worse than on an idle machine.", style="yellow", soft_wrap=True)
 
 
 def _run_line(run: Report) -> tuple[str, ...]:
@@ -179,19 +179,22 @@ def _start(console: Console, report: Report) -> None:
         run = report["run"]
         times = [(f"{i + 1}", *map(_seconds, pair)) for i, pair in enumerate(run["pairs"])]
         middle = ("median", _seconds(run["import_torch_s"]), _seconds(run["first_token_s"]))
-        _table(console, "Turn about", ("", "import torch", "first token of quire run"), [*times, middle])
+        _table(console, "Alternating runs", ("", "import torch", "first token of quire run"), [*times, middle])
 
 
 def _gap(console: Console, report: Report) -> None:
-    rows = [("turn of the loop", *_latencies(report["turn_s"])), ("host's own", *_latencies(report["host_s"]))]
+    rows = [
+        ("turn of the loop", *_latencies(report["turn_s"])),
+        ("host without that wait", *_latencies(report["host_s"])),
+    ]
     rows += [(f"  {kind}", *_latencies(each)) for kind, each in report["host_parts_s"].items()]
     rows.append(("host waits for tokens", *_latencies(report["wait_s"])))
     if report["device_s"] is not None:
         rows.append(("device, a step", *_latencies(report["device_s"])))
-        rows.append(("device waits before it", *_latencies(report["device_idle_s"])))
+        rows.append(("device idle before it", *_latencies(report["device_idle_s"])))
     _table(console, f"{report['model']}: {report['rows']} rows, {report['steps']} steps", ("", *SHARES), rows)
     if report["device_idle_share"] is not None:
-        console.print(f"The device waited {report['device_idle_share']:.2%} of the time.", style="bold")
+        console.print(f"The device was idle {report['device_idle_share']:.2%} of the time.", style="bold")
     _environment(console, report)
 
 
@@ -200,7 +203,7 @@ def _growth(console: Console, report: Report) -> None:
         (_count(reading["requests"]), _size(reading["rss_bytes"]), _size(reading["rss_unsettled_bytes"]))
         for reading in report["readings"]
     ]
-    headings = ("requests so far", "resident memory", "with what malloc keeps")
+    headings = ("requests so far", "resident memory", "before malloc_trim")
     _table(console, f"{report['model']}: growth", headings, readings)
 
 
@@ -208,7 +211,7 @@ def _scheduler(console: Console, report: Report) -> None:
     headings = ("rows", "plan", "commit", "plan and commit, a row", "whole loop")
     names = ("plan_us", "commit_us", "plan_and_commit_us_per_row", "loop_us")
     steps = [(str(step["rows"]), *(_micros(step[name]) for name in names)) for step in report["steps"]]
-    _table(console, "One step, everyone decoding", headings, steps)
+    _table(console, "One step, all rows decoding", headings, steps)
     prompts = [
         (
             *(_count(prompt[name]) for name in ("tokens", "cached", "page_tokens")),
@@ -217,7 +220,7 @@ def _scheduler(console: Console, report: Report) -> None:
         )
         for prompt in report["prompts"]
     ]
-    headings_of_prompts = ("tokens", "cached", "page", "evicts others", "plan", "commit", "books, behind the token")
+    headings_of_prompts = ("tokens", "cached", "page", "evicts others", "plan", "commit", "commit after the token")
     _table(console, "One long prompt", headings_of_prompts, prompts)
     sides = (
         ("a step, requests waiting", report["waiting"], "few", "many"),

@@ -158,4 +158,4 @@ def _bad_line(origin: str, why: str) -> QuireError:
 
 
 def _expected() -> str:
-    return 'Each line is {"prompt_token_ids": [1, 2, 3], "max_tokens": 16}, with temperature and seed if wanted.'
+    return 'Each line is {"prompt_token_ids": [1, 2, 3], "max_tokens": 16}, optionally with temperature and seed.'

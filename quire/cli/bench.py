@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
         usage="quire bench BENCHMARK [options]",
         help="measure speed",
         description="Measure the engine.",
-        epilog="Exit codes: 0 every bar was met, 1 it could not be measured or was asked wrongly, 2 a bar was missed.",
+        epilog="Exit codes: 0 every gate was met, 1 wrong usage or no measurement, 2 a gate was missed.",
     )
     benchmarks = parser.add_subparsers(
         title="benchmarks", prog="quire bench", dest="benchmark", metavar="BENCHMARK", required=True
@@ -115,7 +115,7 @@ def _offline(args: Namespace, open_llm: OpenLLM) -> Report:
             )
             if report["folded_to_vocab"] is not None:
                 size = report["folded_to_vocab"]
-                print_note(f"token ids were taken modulo {size}, the model's vocabulary: {work.name} goes up to 10000.")
+                print_note(f"token ids of {work.name} (up to 10000) are taken modulo the model's vocabulary of {size}.")
             reports.append(report)
     if len(reports) == 1:
         return reports[0]
@@ -206,7 +206,7 @@ def _kernels(args: Namespace, open_llm: OpenLLM) -> Report:
     import torch
 
     if not torch.cuda.is_available():
-        raise QuireError("no_device", "No CUDA device is usable here, so there are no kernels to time.")
+        raise QuireError("no_device", "No CUDA device is usable on this machine, so there are no GPU kernels to time.")
     from quire.bench.kernels.suite import run as run_kernels
 
     return {
@@ -226,7 +226,7 @@ def _llama_cpp(args: Namespace, open_llm: OpenLLM) -> Report:
     config = config_from_args(args)
     files = resolve_model(config.model.model, offline=config.model.offline)
     if files.kind != "gguf":
-        raise QuireError("usage", f"{files.name} is no GGUF file.", "Give one that both sides can read.")
+        raise QuireError("usage", f"{files.name} is not a GGUF file.", "Give a GGUF file, which both engines can read.")
     folder = cache_dir() / "bench"
     folder.mkdir(parents=True, exist_ok=True)
 

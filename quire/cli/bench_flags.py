@@ -28,21 +28,21 @@ def _offline(benchmarks: Any) -> None:
         "--requests",
         type=Path,
         metavar="FILE",
-        help='one {"prompt_token_ids": […], "max_tokens": n} a line, with temperature and seed if wanted',
+        help='one {"prompt_token_ids": […], "max_tokens": n} per line, optionally with temperature and seed',
     )
     work.add_argument(
         "--workload",
         nargs="+",
         choices=tuple(WORKLOADS),
-        help="work made from the seed, the same for every engine; several share one start",
+        help="workload drawn from the seed, the same for every engine; several share one loaded model",
     )
-    _seed(parser, "what to draw from")
+    _seed(parser, "seed of the workload")
     parser.add_argument(
         "--temperature",
         type=float,
         default=TEMPERATURE,
         metavar="X",
-        help=f"0 takes the likeliest token every time (default: {TEMPERATURE})",
+        help=f"0: greedy (default: {TEMPERATURE})",
     )
     _count(parser, "--repeat", 1, "runs, each with the next seed; the median is reported too")
     parser.add_argument("--no-warmup", action="store_true", help="skip the short untimed run before the first")
@@ -54,12 +54,12 @@ def _batch(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "batch",
         help="one stream against a batch",
-        description="Tokens per second of one greedy request and of a batch, by turns in the same run.",
+        description="Tokens per second of one greedy request and of a batch, alternating in the same run.",
     )
     _count(parser, "--batch", 16, "requests")
     _count(parser, "--prompt-len", 16, "tokens")
     _count(parser, "--output-len", 64, "tokens")
-    _count(parser, "--rounds", 3, "of both sides")
+    _count(parser, "--rounds", 3, "rounds of both sides")
     _seed(parser)
     parser.add_argument("--gate", action="store_true", help="exit 2 if a bar is missed")
     _common(parser)
@@ -70,19 +70,19 @@ def _latency(benchmarks: Any) -> None:
 
     parser = benchmarks.add_parser(
         "latency",
-        help="decodes and long prompts that disturb each other",
+        help="decodes and long prompts that delay each other",
         description="Gaps between tokens of running requests while long prompts arrive, and those prompts' time to the "
         "first token, without and with a step-time target; then a long prompt on an idle engine, cold and cached.",
     )
     load = Load()
-    _count(parser, "--decodes", load.decodes, "requests that run")
-    _count(parser, "--decode-len", load.decode_len, "tokens they begin with")
-    _count(parser, "--prompts", load.prompts, "prompts that arrive")
-    _count(parser, "--prompt-len", load.prompt_len, "their tokens")
+    _count(parser, "--decodes", load.decodes, "running requests")
+    _count(parser, "--decode-len", load.decode_len, "prompt tokens of each running request")
+    _count(parser, "--prompts", load.prompts, "arriving prompts")
+    _count(parser, "--prompt-len", load.prompt_len, "tokens of each arriving prompt")
     _count(parser, "--fresh-tail", load.fresh_tail, "tokens of the warm prompt that are not cached")
     _seconds(parser, "--every", load.every, "between arrivals")
-    _seconds(parser, "--alone", load.alone_s, "the decodes are watched alone")
-    _seconds(parser, "--rest", load.rest_s, "between prompts on an idle engine: one that worked hard runs slower")
+    _seconds(parser, "--alone", load.alone_s, "of decodes without arriving prompts")
+    _seconds(parser, "--rest", load.rest_s, "between prompts on an idle engine, since a hot GPU is slower")
     parser.add_argument(
         "--targets",
         type=_targets,
@@ -98,13 +98,13 @@ def _start(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "start",
         help="from starting a process to its first token",
-        description="Start fresh processes and time them to the first token: one without compiled kernels on disk, "
-        "then some that find them there.",
+        description="Start fresh processes and time them to the first token: one with an empty kernel "
+        "cache, then some with a warm one.",
     )
     _count(parser, "--prompt-len", 16, "tokens")
-    _count(parser, "--warm-runs", 2, "after the cold one")
-    _count(parser, "--run-pairs", 0, "of `quire run` to its first token and `import torch`, turn about", low=0)
-    _bar(parser, "--max-beyond", "S", "if `quire run` takes so much longer than that import")
+    _count(parser, "--warm-runs", 2, "warm runs after the cold one")
+    _count(parser, "--run-pairs", 0, "pairs of `quire run` to its first token and `import torch`, alternating", low=0)
+    _bar(parser, "--max-beyond", "S", "if `quire run` takes this much longer than the import")
     _bar(parser, "--max-cold", "S", "if the cold start takes longer")
     _bar(parser, "--max-warm", "S", "if the median warm start takes longer")
     _common(parser)
@@ -113,13 +113,13 @@ def _start(benchmarks: Any) -> None:
 def _gap(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "gap",
-        help="whether the GPU ever waits for the loop",
-        description="Decode with many rows and time each step on the host and on the device, and the pauses between.",
+        help="idle time of the GPU between steps",
+        description="Decode with many rows and time each step on host and device, and the device's idle time.",
     )
-    _count(parser, "--rows", 256, "requests that run")
+    _count(parser, "--rows", 256, "running requests")
     _count(parser, "--prompt-len", 64, "tokens")
-    _count(parser, "--steps", 200, "that are timed")
-    _bar(parser, "--max-idle", "X", "if the device waits for more than this share")
+    _count(parser, "--steps", 200, "timed steps")
+    _bar(parser, "--max-idle", "X", "if the device idles for more than this share of the time")
     _common(parser)
 
 
@@ -138,8 +138,8 @@ def _growth(benchmarks: Any) -> None:
 def _scheduler(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "scheduler",
-        help="what deciding costs, without a model",
-        description="Time plan and commit against a device that answers at once, and how their cost grows.",
+        help="the cost of scheduling, without a model",
+        description="Time plan and commit with a device that finishes at once, and how their cost grows.",
     )
     _json(parser)
 
@@ -147,8 +147,8 @@ def _scheduler(benchmarks: Any) -> None:
 def _kernels(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "kernels",
-        help="each GPU kernel against the card's own ceilings",
-        description="Time every CUDA kernel, in TB/s or TFLOP/s, beside what the card reads and multiplies at best.",
+        help="each GPU kernel against the GPU's measured ceilings",
+        description="Time every CUDA kernel, in TB/s or TFLOP/s, beside the GPU's measured ceilings.",
     )
     parser.add_argument("--only", default="", metavar="NAME", help="only kernels whose name contains this")
     _json(parser)
@@ -157,8 +157,8 @@ def _kernels(benchmarks: Any) -> None:
 def _llama_cpp(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "compare-llama-cpp",
-        help="this engine beside llama.cpp on a CPU",
-        description="One stream, a long prompt and 16 streams, turn about with llama.cpp (llama-cpp-python must be "
+        help="this engine against llama.cpp on a CPU",
+        description="One stream, a long prompt and 16 streams, alternating with llama.cpp (llama-cpp-python must be "
         "installed), on a GGUF file as it is and as Q4_0; then how often either agrees with float32.",
     )
     _count(parser, "--rounds", 5, "rounds")
@@ -169,11 +169,13 @@ def _quality(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "quality",
         usage="quire bench quality --text FILE [options]",
-        help="what quantized weights cost, against float32",
+        help="the quality loss of quantized weights against float32",
         description="Perplexity of a text and divergence from the same model in float32, on a CPU.",
     )
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a plain text, long enough")
-    _count(parser, "--stretches", 8, "how many")
+    parser.add_argument(
+        "--text", type=Path, required=True, metavar="FILE", help="plain text with at least stretches × length tokens"
+    )
+    _count(parser, "--stretches", 8, "stretches of the text")
     _count(parser, "--length", 1024, "tokens of each", low=2)
     _common(parser, groups=ENGINE_TABLES)
 
@@ -203,7 +205,7 @@ def _seconds(parser: ArgumentParser, flag: str, default: float, what: str) -> No
     parser.add_argument(flag, type=_duration, default=default, metavar="S", help=f"seconds {what} (default: {default})")
 
 
-def _seed(parser: ArgumentParser, what: str = "what to draw prompts from") -> None:
+def _seed(parser: ArgumentParser, what: str = "seed of the prompts") -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=f"{what} (default: 0)")
 
 
@@ -248,5 +250,5 @@ def _targets(text: str) -> tuple[float | None, ...]:
         except ValueError:
             raise ArgumentTypeError(f"{word!r} is neither off nor a number of milliseconds") from None
         if not 0.1 <= (targets[-1] or 1.0) <= 1e6:
-            raise ArgumentTypeError(f"{word} ms is no target")
+            raise ArgumentTypeError(f"{word} ms is not within 0.1 to 1000000 ms")
     return tuple(targets)

@@ -18,23 +18,25 @@ def add_hostile(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "hostile",
         help="a server under hostile input, beside streams",
-        description="Start a server, attack it in every known way, each alone and all at once, and report the event "
-        "loop's delay, memory, and what streams beside it lost.",
+        description="Start a server, run each kind of attack alone and then all at once, and report the event "
+        "loop's delay, memory, and the tokens that concurrent streams lost.",
     )
-    parser.add_argument("--model", default="smollm2", help="what to serve; tiny: a few made-up kilobytes")
+    parser.add_argument("--model", default="smollm2", help="model to serve; tiny: a generated one of a few kilobytes")
     parser.add_argument("--kinds", metavar="LIST", help=f"only these, separated by commas, of: {', '.join(KINDS)}")
-    parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of each phase (default: 8)")
-    parser.add_argument("--streams", type=int, default=16, metavar="N", help="beside the attacks (default: 16)")
+    parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="seconds of each phase (default: 8)")
+    parser.add_argument("--streams", type=int, default=16, metavar="N", help="streams beside the attacks (default: 16)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of the engine (default: 1)")
-    parser.add_argument("--rounds", type=int, default=200, metavar="N", help="of each attack, at most (default: 200)")
+    parser.add_argument(
+        "--rounds", type=int, default=200, metavar="N", help="most repetitions of each attack (default: 200)"
+    )
     parser.add_argument(
         "--flood-mb",
         type=float,
         default=40,
         metavar="MB",
-        help="most that one connection sends without end (default: 40)",
+        help="most MiB that one connection sends (default: 40)",
     )
-    parser.add_argument("--connections", type=int, default=400, metavar="N", help="that idle (default: 400)")
+    parser.add_argument("--connections", type=int, default=400, metavar="N", help="idle connections (default: 400)")
     parser.add_argument("--small", action="store_true", help="send small requests of each kind")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 

@@ -27,12 +27,12 @@ def add_online(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "online",
         usage="quire bench online --url URL (--rate R | --trace FILE) --requests N [options]",
-        help="a server under requests that do not wait for each other",
-        description="Send requests to an OpenAI-style server at their times, whether it keeps up or not. Times count "
-        "from the moment a request was due.",
+        help="open-loop load on a server",
+        description="Send requests to an OpenAI-compatible server at planned times, whether it keeps up or not. "
+        "Latencies count from the moment a request was due.",
     )
     parser.add_argument("--url", required=True, help="the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--model", metavar="NAME", help="which model (default: the first the server names)")
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the first that the server lists)")
     parser.add_argument("--api-key", metavar="K", help="the server's key (default: QUIRE_API_KEY)")
     when = parser.add_mutually_exclusive_group(required=True)
     when.add_argument("--rate", type=_positive, metavar="R", help="requests per second on average (Poisson)")
@@ -48,41 +48,51 @@ def add_online(benchmarks: Any) -> None:
         metavar="LEN",
         help="128, 100-1024 or lognormal:MEDIAN:SIGMA tokens (default: 128)",
     )
-    parser.add_argument("--output-len", type=_lengths, metavar="LEN", help="likewise (default: 64)")
+    parser.add_argument(
+        "--output-len", type=_lengths, metavar="LEN", help="tokens of an answer, in the same form (default: 64)"
+    )
     parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='one {"prompt": …}, {"prompt_token_ids": …} or {"messages": …} a line',
+        help='one {"prompt": …}, {"prompt_token_ids": …} or {"messages": …} per line',
     )
-    parser.add_argument("--chat", action="store_true", help="send conversations, not token ids to be continued")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="what to draw from (default: 0)")
+    parser.add_argument("--chat", action="store_true", help="send chat messages instead of token ids")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="seed of arrivals, lengths and prompts (default: 0)"
+    )
     parser.add_argument(
         "--temperature",
         type=_not_negative,
         default=TEMPERATURE,
         metavar="X",
-        help=f"0 takes the likeliest token every time (default: {TEMPERATURE})",
+        help=f"0: greedy (default: {TEMPERATURE})",
     )
     parser.add_argument(
         "--stop-at-eos", action="store_true", help="let answers end early; without it ignore_eos is sent"
     )
-    parser.add_argument("--ttft-target", type=_positive, metavar="MS", help="latest good first token, milliseconds")
-    parser.add_argument("--tpot-target", type=_positive, metavar="MS", help="slowest good time per token, milliseconds")
-    parser.add_argument("--min-goodput", type=_share, metavar="X", help="exit 2 if fewer than this share are good")
+    parser.add_argument(
+        "--ttft-target", type=_positive, metavar="MS", help="target for the time to first token, milliseconds"
+    )
+    parser.add_argument(
+        "--tpot-target", type=_positive, metavar="MS", help="target for the time per output token, milliseconds"
+    )
+    parser.add_argument(
+        "--min-goodput", type=_share, metavar="X", help="exit 2 if a smaller share of requests meets the targets"
+    )
     parser.add_argument(
         "--max-open",
         type=_count,
         default=900,
         metavar="N",
-        help="connections at a time; a note says if it held requests back (default: 900)",
+        help="concurrent connections; the report shows if this delayed requests (default: 900)",
     )
     parser.add_argument(
         "--timeout",
         type=_positive,
         default=600.0,
         metavar="S",
-        help="seconds before a request is given up (default: 600)",
+        help="seconds until a request fails (default: 600)",
     )
     parser.add_argument("--no-warmup", action="store_true", help="skip the short untimed request before the first")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
@@ -97,8 +107,8 @@ def add_compare(benchmarks: Any) -> None:
         description="Is run B worse than run A? Ratios, with intervals by bootstrap. Both files are made with "
         "quire bench online --json.",
     )
-    parser.add_argument("a", type=Path, metavar="A.json", help="the run to measure against")
-    parser.add_argument("b", type=Path, metavar="B.json", help="the run in question")
+    parser.add_argument("a", type=Path, metavar="A.json", help="the baseline run")
+    parser.add_argument("b", type=Path, metavar="B.json", help="the run to judge")
     parser.add_argument(
         "--tolerance",
         type=_share,
@@ -106,7 +116,7 @@ def add_compare(benchmarks: Any) -> None:
         metavar="X",
         help="exit 2 if B is worse by more than this share (default: 0.05)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the bootstrap (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the bootstrap (default: 0)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
@@ -202,7 +212,7 @@ def _planned(args: Namespace) -> tuple[list[Arrival], Report]:
     if args.scale_time or args.scale_len:
         raise QuireError("usage", "--scale-time and --scale-len go with --trace.", "Change --rate or the lengths.")
     if args.prompts is not None and args.input_len:
-        raise QuireError("usage", "--prompts and --input-len both say what the prompts are.", "Leave one out.")
+        raise QuireError("usage", "--prompts and --input-len both set the prompts.", "Leave one out.")
     input_len, output_len = args.input_len or Lengths(128, 128), args.output_len or Lengths(64, 64)
     source = {"input_len": str(input_len)} if args.prompts is None else {"prompts": args.prompts.name}
     work |= {"rate": args.rate, **source, "output_len": str(output_len), "shares_prefixes": args.prompts is not None}

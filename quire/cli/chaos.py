@@ -19,24 +19,24 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "chaos",
         usage="quire chaos [options]",
-        help="disturb a server in every way and prove that nothing is lost",
-        description="Start a server, send it mixed traffic, kill, stop, starve and confuse it, and compare every "
-        "answer with its undisturbed twin. Exit code 0: no token lost, doubled or wrong, no page leaked; 1: otherwise.",
+        help="inject faults into a server and check that no token is lost",
+        description="Start a server, send it mixed traffic, inject faults of every kind, and compare every answer with "
+        "the answer without faults. Exit code 0: no token lost, duplicated or wrong, no page leaked; 1: otherwise.",
     )
-    parser.add_argument("--model", default="smollm2", help="what to serve; tiny: a few made-up kilobytes")
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long, at least (default: 1)")
-    parser.add_argument("--streams", type=int, default=8, help="requests at a time (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of the traffic and the order of the faults")
-    parser.add_argument("--faults", type=int, help=f"how many (default: one every 8 s, at least {len(KINDS)})")
+    parser.add_argument("--model", default="smollm2", help="model to serve; tiny: a generated one of a few kilobytes")
+    parser.add_argument("--minutes", type=float, default=1.0, help="least duration in minutes (default: 1)")
+    parser.add_argument("--streams", type=int, default=8, help="concurrent requests (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the traffic and of the order of the faults")
+    parser.add_argument("--faults", type=int, help=f"number of faults (default: one every 8 s, at least {len(KINDS)})")
     parser.add_argument("--kinds", help=f"only these, separated by commas, of: {', '.join(KINDS)}")
     parser.add_argument(
         "--hostile", type=float, default=0.1, metavar="X", help="share of requests that are hostile (default: 0.1)"
     )
-    parser.add_argument("--max-tokens", type=int, default=48, help="longest answer (default: 48)")
+    parser.add_argument("--max-tokens", type=int, default=48, help="most tokens of an answer (default: 48)")
     parser.add_argument("--deterministic", action="store_true", help="every answer must be the same to the byte")
-    parser.add_argument("--hang-timeout", type=float, default=20.0, help="when a stuck engine is given up (seconds)")
+    parser.add_argument("--hang-timeout", type=float, default=20.0, help="seconds until a stuck engine is replaced")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
-    parser.add_argument("--kernels", default="auto", help="what the engine computes with (torch: float32 throughout)")
+    parser.add_argument("--kernels", default="auto", help="kernels of the engine (torch: float32 throughout)")
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report as a Markdown page")
 

@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         "chat",
         usage="quire chat [MODEL] [options]",
         help="hold a conversation",
-        description='Hold a conversation. With a pipe as stdin each line is a turn, and so is what stands between """.',
+        description='Hold a conversation. If stdin is a pipe, each line is a turn, and so is each block between """.',
     )
     add_positional_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -152,7 +152,7 @@ class Session:
             return False
         if command == "reset":
             self.conversation.turns.clear()
-            print_note("the conversation begins anew.")
+            print_note("the conversation was reset.")
         elif command == "system":
             self._set_system(rest)
         elif command == "stats":
@@ -183,7 +183,7 @@ class Session:
         if interrupted:
             if not answer.text or answer.text.endswith("\n"):
                 print(file=sys.stderr)  # ends the line on which the terminal shows ^C
-            print_dim("stopped" if answer.text else "stopped; nothing was said, so the question is forgotten")
+            print_dim("stopped" if answer.text else "stopped before any text; the message was dropped")
         if answer.text or finished is not None:
             self.conversation.turns.append((user, answer.text))
         if finished is not None:
@@ -205,7 +205,7 @@ class Session:
         if num_dropped:
             del self.conversation.turns[:num_dropped]
             turns = "the oldest turn is" if num_dropped == 1 else f"the {num_dropped} oldest turns are"
-            print_note(f"the context ({max_len} tokens) is full, so {turns} forgotten.")
+            print_note(f"the context ({max_len} tokens) is full, so {turns} dropped.")
 
     def _prompt_len(self, user: str, num_dropped: int) -> int:
         return len(self.llm.edge.encode_chat(self.conversation.messages(user, num_dropped)))
@@ -221,7 +221,7 @@ class Session:
 
     def stats(self) -> str:
         lines = [
-            f"turns      {self.num_turns} answered, {len(self.conversation.turns)} remembered",
+            f"turns      {self.num_turns} answered, {len(self.conversation.turns)} in the context",
             f"generated  {self.num_tokens} tokens",
         ]
         if self.last is not None:

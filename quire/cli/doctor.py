@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: Namespace) -> int:
     config = config_from_args(take_positional_model(args))
-    with waiting("Looking around …"):
+    with waiting("Examining the machine …"):
         report = examine(config)
     if args.json:
         write_json(report)
@@ -92,7 +92,7 @@ def examine_devices() -> tuple[list[dict[str, Any]], str]:
             facts = {"name": name, "capability": f"{major}.{minor}", "memory_total": total, "memory_free": free}
             devices.append({"device": f"cuda:{index}", **facts})
     except RuntimeError as error:
-        return devices, f"the GPU does not answer: {error}"
+        return devices, f"torch can't query the GPU: {error}"
     return devices, ""
 
 
@@ -191,7 +191,7 @@ def find_missing(report: Mapping[str, Any], device_trouble: str) -> Iterator[dic
     if kernels["isa"] is None:
         from quire.kernels.native.library import HOW_TO_BUILD
 
-        what = f"the fast CPU kernels, without which plain torch runs: {kernels['trouble']}"
+        what = f"the native CPU kernels (plain torch runs without them): {kernels['trouble']}"
         yield _missing(what, HOW_TO_BUILD)
     model = report["model"]
     if not model["ok"] and model["code"] == "offline":

@@ -24,7 +24,7 @@ COMMANDS = {
     "chat": "hold a conversation",
     "pull": "fetch a model",
     "bench": "measure speed",
-    "chaos": "disturb a server in every way and prove that nothing is lost",
+    "chaos": "inject faults into a server and check that no token is lost",
     "doctor": "show what this machine has and what is missing",
 }
 # Error codes with these prefixes blame the input, and exit with `usage_exit`; all others exit with 1.
@@ -131,7 +131,7 @@ def _root_parser() -> Parser:
         prog="quire",
         usage="quire COMMAND [options]",
         description="Serve language models, from a laptop to a fast GPU.",
-        epilog="`quire COMMAND --help` tells the rest.",
+        epilog="`quire COMMAND --help` lists a command's options.",
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     return parser
@@ -159,7 +159,7 @@ def _load(name: str) -> ModuleType | None:
 def _advice(flags: Sequence[str], parser: ArgumentParser) -> str:
     if not flags:
         return " (text with spaces needs quotes)"
-    return _nearest(flags[0].split("=")[0], _option_strings(parser)) or " (a text that begins with - goes after --)"
+    return _nearest(flags[0].split("=")[0], _option_strings(parser)) or " (put text that begins with - after --)"
 
 
 def _option_strings(parser: ArgumentParser) -> list[str]:

@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
     # Defaults are suppressed, since a settings file or the environment may set these knobs too.
     parser.add_argument("--revision", default=SUPPRESS, metavar="TEXT", help="hub revision (branch, tag or commit)")
     parser.add_argument("--hub-token", default=SUPPRESS, metavar="TEXT", help="hub access token (default: HF_TOKEN)")
-    offline_help = "never touch the network; only say what is already here"
+    offline_help = "use no network; show only what is already here"
     parser.add_argument("--offline", action=BooleanOptionalAction, default=SUPPRESS, help=offline_help)
     parser.add_argument("--config", dest="config_file", type=Path, metavar="FILE", help="settings in TOML")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

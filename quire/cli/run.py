@@ -33,10 +33,10 @@ def add_parser(subparsers: Any) -> None:
         "run",
         usage="quire run [MODEL] PROMPT [options]",
         help="answer one prompt",
-        description="Answer one prompt; the text goes to stdout as it comes.",
+        description="Answer one prompt and stream the text to stdout.",
     )
     add_positional_model(parser)
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to answer")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to answer")
     parser.add_argument("--stdin", action="store_true", help="read the prompt from stdin (after PROMPT, if both)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
@@ -60,7 +60,7 @@ def run_command(args: Namespace, open_llm: OpenLLM) -> int:
             if not args.json:
                 answer.write(text)
     if output is None:
-        raise QuireError("no_answer", "The engine ended the answer without saying why.")
+        raise QuireError("no_answer", "The engine ended the request without a result.")
     if args.json:
         write_json(output_to_json(output))
     print_dim(summary(output))
@@ -78,10 +78,10 @@ def _take_words(args: Namespace) -> Namespace:
     if second is None:
         args.positional_model, args.prompt = None, first
         if first is not None and not args.stdin and _names_model_alone(first):
-            hint = f'Give one behind it: quire run {first} "…", or quire chat {first} for a conversation.'
-            raise QuireError("empty_prompt", f"{first} names a model, and there is no prompt.", hint)
+            hint = f'Give one after it: quire run {first} "…", or quire chat {first} for a conversation.'
+            raise QuireError("empty_prompt", f"{first} is a model, and there is no prompt.", hint)
     elif not looks_like_model(first):
-        what = f"{first!r} is no model: neither built in, nor on this disk, nor a hub id such as owner/name."
+        what = f"{first!r} is not a model: neither built in, nor on this disk, nor a hub id such as owner/name."
         hint = f'A prompt of several words needs quotes: quire run "{first} {second}".'
         raise QuireError("usage", what, hint, param="model")
     return take_positional_model(args)
@@ -141,12 +141,18 @@ def not_utf8(name: str, place: int) -> QuireError:
 
 
 def add_sampling_flags(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling", "What is not given is the model's own default.")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: what the context leaves)")
-    group.add_argument("--temperature", type=float, metavar="X", help="0 takes the likeliest token every time")
-    group.add_argument("--top-p", type=float, metavar="X", help="only the likeliest tokens that make up this share")
-    group.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest tokens (0: all)")
-    group.add_argument("--min-p", type=float, metavar="X", help="only tokens this likely, relative to the likeliest")
+    group = parser.add_argument_group("sampling", "Parameters that are not given have the model's own defaults.")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help="most tokens of the answer (default: the rest of the context)"
+    )
+    group.add_argument("--temperature", type=float, metavar="X", help="0: always the most likely token (greedy)")
+    group.add_argument(
+        "--top-p", type=float, metavar="X", help="sample from the fewest tokens with this total probability"
+    )
+    group.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens (0: all)")
+    group.add_argument(
+        "--min-p", type=float, metavar="X", help="sample from tokens with this share of the highest probability"
+    )
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (may be repeated)")
 
@@ -175,7 +181,7 @@ def open_llm(config: Config) -> LLM:
             from quire.llm import LLM
         except ModuleNotFoundError as error:
             what = f"The Python package {error.name} is not installed."
-            raise QuireError("missing_package", what, "`quire doctor` says how to get it.") from error
+            raise QuireError("missing_package", what, "`quire doctor` shows how to install it.") from error
         return LLM(config=config, progress=LoadingProgress(say))
 
 

@@ -37,9 +37,9 @@ def run(args: Namespace) -> int:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         what = f"The Python package {missing[0]} is not installed."
-        raise QuireError("missing_package", what, "`quire doctor` says how to get it.")
+        raise QuireError("missing_package", what, "`quire doctor` shows how to install it.")
     if config.server.host not in ("127.0.0.1", "::1", "localhost") and config.server.api_key is None:
-        print_note(f"anyone who reaches {config.server.host} can use this server; --api-key asks for a key.")
+        print_note(f"anyone who reaches {config.server.host} can use this server; --api-key makes it require a key.")
     model = config.model
     files = resolve_model(  # before the slow imports: a mistyped name fails at once, and fetching shows its own bar
         model.model,

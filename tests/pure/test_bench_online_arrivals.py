@@ -148,7 +148,7 @@ GOOD = MOONCAKE[0]
         (AZURE.replace(",80,", ",x,"), "line 3 is wrong"),
         (AZURE.replace(",80,20", ""), "line 3 is wrong"),
         (AZURE.replace("2023-11-16 18:17:04", "yesterday"), "line 3 is wrong"),
-        (AZURE.replace("\n\n", "\n"), "has 3 requests, 4 were asked for"),
+        (AZURE.replace("\n\n", "\n"), "has 3 requests, fewer than the 4 of --requests"),
         ("\0\0", "neither an Azure CSV"),
     ],
 )

@@ -133,8 +133,8 @@ def test_answers_in_one_piece_have_no_time_per_token(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ([], "no report of an online benchmark"),
-        ({"benchmark": "offline"}, "no report of an online benchmark"),
+        ([], "not a report of an online benchmark"),
+        ({"benchmark": "offline"}, "not a report of an online benchmark"),
         ({"benchmark": "online"}, "its format is None"),
         ({"benchmark": "online", "format": 1}, "missing or changed"),
         ({**make_report(count=3), "requests": []}, "missing or changed"),

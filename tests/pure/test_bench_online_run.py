@@ -309,7 +309,7 @@ def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--trace", "absent", "--input-len", "5"], "A trace has its own lengths"),
         (["--trace", "absent"], "can't be read"),
         (["--rate", "1", "--prompts", "absent"], "can't be read"),
-        (["--rate", "1", "--prompts", "absent", "--input-len", "5"], "both say"),
+        (["--rate", "1", "--prompts", "absent", "--input-len", "5"], "both set the prompts"),
         (["--rate", "1", "--html", "no/such/place.html"], "can't be written"),
         (["--rate", "1"], "no connection"),
         (["--rate", "1", "--model", "m"], "no connection"),

@@ -109,7 +109,7 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ["u:b", "a:two", "u:c"],
     ]
     assert "system message: Speak Latin" in captured.err
-    assert "2 answered, 1 remembered" in captured.err
+    assert "2 answered, 1 in the context" in captured.err
     assert "/reset" in captured.err
 
 
@@ -226,14 +226,14 @@ def test_oldest_turns_go_with_a_notice_before_the_context_is_full(capsys: pytest
     assert chat(llm, "\n".join(f"{name} {words(9)}" for name in "abcd")) == 0
     assert first_words(llm) == [["a"], ["a", "b"], ["b", "c"], ["c", "d"]]
     notices = capsys.readouterr().err.splitlines()
-    assert notices == ["quire: note: the context (92 tokens) is full, so the oldest turn is forgotten."] * 2
+    assert notices == ["quire: note: the context (92 tokens) is full, so the oldest turn is dropped."] * 2
 
 
 def test_only_as_many_turns_go_as_must(capsys: pytest.CaptureFixture[str]) -> None:
     llm = FakeLLM([[words(20)] for _ in range(4)], max_model_len=93)  # 60 + 10 + 23: just enough
     chat(llm, "\n".join(f"{name} {words(9)}" for name in "abc") + f"\nd {words(39)}")
     assert first_words(llm) == [["a"], ["a", "b"], ["a", "b", "c"], ["c", "d"]]
-    assert "the 2 oldest turns are forgotten" in capsys.readouterr().err
+    assert "the 2 oldest turns are dropped" in capsys.readouterr().err
 
 
 def test_a_wish_for_long_answers_makes_more_room(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +250,7 @@ def test_a_message_that_never_fits_is_refused_and_nothing_forgotten(capsys: pyte
     with pytest.raises(QuireError) as caught:
         chat(llm, "hi\n" + words(60) + "\n")
     assert caught.value.code == "prompt_too_long"
-    assert "forgotten" not in capsys.readouterr().err
+    assert "dropped" not in capsys.readouterr().err
 
 
 # -- history

@@ -270,5 +270,5 @@ def test_missing_cpu_kernels_are_named_with_a_way_to_get_them(
     install_report(monkeypatch, lambda config: Report())
     run_doctor("--json")
     missing = json.loads(capsys.readouterr().out)["missing"]
-    found = next(item for item in missing if "fast CPU kernels" in item["what"])
+    found = next(item for item in missing if "native CPU kernels" in item["what"])
     assert "they were not built" in found["what"] and "g++" in found["how"] and not found["required"]

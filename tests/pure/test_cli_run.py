@@ -237,12 +237,12 @@ def test_two_words_are_the_model_and_the_prompt() -> None:
 
 def test_two_words_that_name_no_model_were_a_prompt_without_quotes() -> None:
     error = refuse("why", "not")
-    assert "'why' is no model" in error.what and 'quire run "why not"' in error.hint
+    assert "'why' is not a model" in error.what and 'quire run "why not"' in error.hint
 
 
 def test_a_model_without_a_prompt_is_refused_with_advice() -> None:
     error = refuse("smollm2")
-    assert error.what == "smollm2 names a model, and there is no prompt."
+    assert error.what == "smollm2 is a model, and there is no prompt."
     assert 'quire run smollm2 "…"' in error.hint and "quire chat smollm2" in error.hint
 
 

@@ -168,7 +168,7 @@ def test_chat_stops_an_answer_and_leaves(tmp_path: Path, terminals: list[Termina
     terminal.expect("stopped")
     terminal.expect("> ")
     terminal.type("/stats\n")
-    terminal.expect("1 answered, 2 remembered")
+    terminal.expect("1 answered, 2 in the context")
     terminal.expect("> ")
     terminal.type("/nonsense\n")
     terminal.expect("There is no command /nonsense.")

@@ -155,7 +155,7 @@ class _Run:
         too_much.cancel()
         if answer not in done or not answer.result():
             held, attack = self.watch.memory.peak, ", ".join(kinds)
-            what = f"The server holds {held >> 20} MiB under {attack}, or its attackers ended."
+            what = f"The server holds {held >> 20} MiB under {attack}, or the attacking process ended."
             raise QuireError("hostile_input", what, "Run this attack alone with --kinds and smaller --flood-mb.")
         return msgspec.json.decode(answer.result(), type=dict[str, Tally])
 

@@ -17,7 +17,7 @@ def show_hostile(report: Report) -> None:
     _table(console, title, delays, [_delay_line(phase) for phase in phases])
     sizes = ("", "before", "peak", "after", "workers peak")
     _table(console, "Memory of the HTTP process", sizes, [_memory_line(phase) for phase in phases])
-    counts = ("", "tokens", "lost", "wrong", "longest pause", "come back")
+    counts = ("", "tokens", "lost", "wrong", "longest pause", "refused")
     _table(console, "What the streams got", counts, [_stream_line(phase) for phase in phases])
     for phase in phases[1:]:
         answers = ", ".join(f"{count} {answer}" for answer, count in sorted(phase["answers"].items()))

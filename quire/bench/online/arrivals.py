@@ -103,7 +103,7 @@ def read_trace(path: Path, count: int, scale_time: float = 1.0, scale_len: float
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise QuireError("bad_trace", f"The trace {path} can't be read: {why}.", "Check the path.", "trace") from None
     if len(found) < count:
-        what = f"The trace {path} has {len(found)} requests, {count} were asked for."
+        what = f"The trace {path} has {len(found)} requests, fewer than the {count} of --requests."
         raise QuireError("bad_trace", what, "Lower --requests.", "trace")
     found.sort(key=lambda arrival: arrival.at_s)
     block_len = max(1, round(BLOCK_TOKENS * scale_len))
@@ -189,4 +189,4 @@ def json_object(line: str) -> dict[str, Any]:
 
 
 def bad_line(path: Path, number: int, why: str) -> QuireError:
-    return QuireError("bad_file", f"{path} line {number} is wrong: {why}.", "Mend or remove the line.")
+    return QuireError("bad_file", f"{path} line {number} is wrong: {why}.", "Correct or remove the line.")

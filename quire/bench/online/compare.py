@@ -54,7 +54,7 @@ def read_run(path: Path) -> OnlineRun:
     except (ValueError, RecursionError):
         raise _bad_report(path, "it is not JSON") from None
     if not isinstance(report, dict) or report.get("benchmark") != "online":
-        raise _bad_report(path, "it is no report of an online benchmark")
+        raise _bad_report(path, "it is not a report of an online benchmark")
     if report.get("format") != FORMAT:
         raise _bad_report(path, f"its format is {report.get('format')!r:.20}, this command reads {FORMAT}")
     try:

@@ -151,17 +151,17 @@ def warnings(report: Report) -> list[str]:
         held, limit = client["held_back"], client["max_open"]
         found.append(f"{held} requests waited for one of {limit} connections: these arrivals were not open-loop.")
     elif report["ttft_s"] and client["lag_s"]["p99"] > max(0.01, report["ttft_s"]["p50"] / 10):
-        found.append(f"The client sent late (p99 {show_seconds(client['lag_s']['p99'])}): it was short of time itself.")
+        found.append(f"The client sent late (p99 {show_seconds(client['lag_s']['p99'])}): the client was overloaded.")
     if report["cached_tokens"] and not report["work"].get("shares_prefixes"):
         share = report["cached_tokens"] / max(report["prompt_tokens"], 1)
         found.append(
             f"{share:.0%} of the prompts came from the server's cache, left there by an earlier run with this "
-            "seed: take another, or start the server anew."
+            "seed: use another seed, or restart the server."
         )
     if report["without_usage"]:
         found.append(f"{report['without_usage']} answers came without a token count; each piece is taken for a token.")
     if report["short_answers"]:
-        found.append(f"{report['short_answers']} answers were shorter than asked for.")
+        found.append(f"{report['short_answers']} answers were shorter than their max_tokens.")
     return found
 
 

@@ -27,7 +27,7 @@ class AsyncLLM:
         self.config = library_config(model, config, knobs)
         self._parts = open_engine(self.config)
         self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
-        self._thread = EngineThread(self._parts.engine, self._deliver, self._parts.desk)
+        self._thread = EngineThread(self._parts.engine, self._deliver, self._parts.grammars)
 
     @property
     def edge(self) -> Edge:

@@ -213,9 +213,9 @@ class LLM:
     ) -> list[Request]:
         requests = self.edge.requests(tokens, params, priority=priority, timeout=timeout)
         if params.grammar is not None:
-            if self._parts.desk is None:
+            if self._parts.grammars is None:
                 raise QuireError("no_tokenizer", "A grammar needs a tokenizer, this model has none.", param="grammar")
-            self._parts.desk.settle(requests)
+            self._parts.grammars.compile_all(requests)
         return requests
 
     def _submit(self, waiting: deque[tuple[_Open, list[Request]]]) -> None:

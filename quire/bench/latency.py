@@ -56,7 +56,7 @@ def bench_latency(
         for index, target in enumerate(targets_ms):
             under_load.append({"target_ms": target, **probe.under_load(target, load.prompts, load.alone_s)})
             advance(index + 1)
-        llm.engine.scheduler.pace(None)
+        llm.engine.scheduler.set_step_target(None)
         idle = probe.on_idle_engine()
         return {
             "benchmark": "latency",
@@ -95,7 +95,7 @@ class _LatencyProbe:
 
     def under_load(self, target_ms: float | None, num_prompts: int, alone_s: float) -> Report:
         engine, load = self._engine, self._load
-        engine.scheduler.pace(None if target_ms is None else target_ms / 1000)
+        engine.scheduler.set_step_target(None if target_ms is None else target_ms / 1000)
         room = self._llm.max_model_len - load.decode_len
         decodes = [self._add(self._prompt(load.decode_len), room) for _ in range(load.decodes)]
         while any(len(self._times[name]) < SETTLE_TOKENS for name in decodes):

@@ -19,7 +19,7 @@ from quire.bench.progress import progress_bar
 from quire.bench.stats import Bar, Report
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
-from quire.engine.limits import Limits
+from quire.engine.limits import SchedulerLimits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.types import CacheSpec, Plan, Request, SamplingParams, StepOutput
@@ -143,7 +143,9 @@ class Rig:
 
     def __init__(self, *, max_rows: int, num_pages: int, max_waiting: int = 16, page_tokens: int = PAGE_TOKENS):
         spec = CacheSpec("all", "paged", (0,), (1,), "float16", page_tokens=page_tokens)
-        limits = Limits(max_rows, max_batch_tokens=PROMPT_LEN, chunk_tokens=PROMPT_LEN, max_waiting=max_waiting)
+        limits = SchedulerLimits(
+            max_rows, max_batch_tokens=PROMPT_LEN, chunk_tokens=PROMPT_LEN, max_waiting=max_waiting
+        )
         self.cache = CacheIndex([spec], [num_pages])
         self.scheduler = Scheduler(self.cache, limits)
         self.engine = Engine(self.scheduler, StubDevice())
@@ -168,7 +170,7 @@ class Rig:
         ran = _cpu_ns()
         deltas = self.scheduler.commit(plan, output)
         committed = _cpu_ns()
-        self.scheduler.books.keep()
+        self.scheduler.deferred.flush()
         self.books_ns += _cpu_ns() - committed
         self.commit_ns += _cpu_ns() - ran
         self.plan_ns += planned - begin

@@ -183,8 +183,8 @@ def main(orders: str, address: str) -> int:
         built = build_engine(config)
         built.engine.wrap(lambda workers: FaultyWorkers(workers, faults), lambda fill: faulty_masks(faults, fill))
         faults.listen(Path(orders))
-        desk: Any = None if built.desk is None else FaultyDesk(built.desk)
-        return Built(built.engine, built.ready, desk)
+        grammars: Any = None if built.grammars is None else FaultyDesk(built.grammars)
+        return Built(built.engine, built.ready, grammars)
 
     def wrap_socket(socket: Socket) -> Socket:
         return FaultySocket(socket, faults)

@@ -107,7 +107,7 @@ class DeltaStream:
 class EngineClient:
     """`ready` describes the engine once there is one; `beat` is its last sign of life."""
 
-    ready: wire.Ready
+    ready: wire.EngineReady
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from quire.engine.host import wire
-from quire.engine.host.flight_record import flight_path, read_aboard
+from quire.engine.host.flight_record import flight_path, read_flight_record
 from quire.types import QuireError
 
 GRACE_SECONDS = 10.0  # between asking the engine process to stop and ending it
@@ -31,7 +31,7 @@ DRAIN_SECONDS = 0.2  # what an engine said before it died may still be on the wa
 class EngineLink:
     """Use `EngineLink.start`."""
 
-    ready: wire.Ready
+    ready: wire.EngineReady
 
     def __init__(
         self, folder: Path, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, process: subprocess.Popen[bytes]
@@ -78,7 +78,7 @@ class EngineLink:
         self.send(wire.Start(dict(settings), number))
         while True:
             message = await self.receive()
-            if isinstance(message, wire.Ready):
+            if isinstance(message, wire.EngineReady):
                 self.ready = message
                 return
 
@@ -161,7 +161,7 @@ class EngineLink:
                 self._process.stdin.close()
         self._context.destroy(linger=0)
         if self._folder.exists():
-            self.in_flight_at_exit = read_aboard(flight_path(f"ipc://{self._folder}/engine"))
+            self.in_flight_at_exit = read_flight_record(flight_path(f"ipc://{self._folder}/engine"))
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _wait_for_exit(self) -> None:

@@ -84,7 +84,7 @@ class Supervisor:
         self._restarts: deque[float] = deque()
         self._link: EngineLink | None = None
         self._task: asyncio.Task[None] | None = None
-        self._checks: dict[int, asyncio.Future[wire.Checked]] = {}
+        self._checks: dict[int, asyncio.Future[wire.IntegrityReport]] = {}
         self._numbers = itertools.count(1)
         self._memory_kills = num_memory_kills()
         client.on_error = lambda request_id, code, what: self.errors.put("request", code, what, [request_id])
@@ -173,7 +173,7 @@ class Supervisor:
                 kind = "step" if message.kind.startswith("step_") else "message"
                 self.errors.put(kind, message.kind, message.what, message.ids)
                 self._log("warning", "engine fault", kind=message.kind, what=message.what, requests=len(message.ids))
-            elif isinstance(message, wire.Checked):
+            elif isinstance(message, wire.IntegrityReport):
                 answer = self._checks.pop(message.number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
@@ -195,14 +195,14 @@ class Supervisor:
                     what = f"The engine holds {memory} bytes, more than the {self._limits.max_memory} it may."
                     return QuireError("out_of_memory", what)
 
-    async def check(self) -> wire.Checked:
+    async def check(self) -> wire.IntegrityReport:
         """Ask the engine whether all it holds is accounted for."""
         if self._link is None:
             raise QuireError("engine_lost", "There is no engine to check just now.", "Try again in a moment.")
         number = next(self._numbers)
-        answer: asyncio.Future[wire.Checked] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.IntegrityReport] = asyncio.get_running_loop().create_future()
         self._checks[number] = answer
-        self._link.send(wire.Check(number))
+        self._link.send(wire.IntegrityCheck(number))
         try:
             checked = await asyncio.wait_for(answer, CHECK_SECONDS)
         except TimeoutError:
@@ -282,7 +282,7 @@ class Supervisor:
         self._log(level, "engine state", transition=move.name, now=move.target, why=move.why or None)
 
 
-def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready, fewest: int = 2) -> dict[str, Any]:
+def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.EngineReady, fewest: int = 2) -> dict[str, Any]:
     """Settings that need less, as configured: a lower precision, or a quarter less pool, but not below `fewest`."""
     if how == "precision" and ready.lower:
         return {**settings, **ready.lower}
@@ -291,17 +291,17 @@ def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.Ready, f
     return {**settings, "num_pages": fewer} if how != "same" and fewer < pages else dict(settings)
 
 
-def num_pages(ready: wire.Ready) -> int:
+def num_pages(ready: wire.EngineReady) -> int:
     """Pages of the engine's pool, which those of windows are smaller than; 0: it has none."""
     return max((group["units"] for group in _paged(ready)), default=0)
 
 
-def num_pages_for(num_tokens: int, ready: wire.Ready) -> int:
+def num_pages_for(num_tokens: int, ready: wire.EngineReady) -> int:
     """Pages a pool must have for a request of so many tokens, with some room to move."""
     return 2 + max((-(-num_tokens // group["page_tokens"]) for group in _paged(ready)), default=0)
 
 
-def _paged(ready: wire.Ready) -> list[dict[str, Any]]:
+def _paged(ready: wire.EngineReady) -> list[dict[str, Any]]:
     return [group for group in ready.memory.get("groups", ()) if group["kind"] == "paged"]
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from quire.types.step_queue import StepQueue
 
 
-class Rows:
+class RowPool:
     def __init__(self, num_rows: int):
         self._num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))  # a stack: low numbers first
         self._pending_free: StepQueue[int] = StepQueue()
-        self._untold: list[int] = []  # given back since the last plan
+        self._unannounced: list[int] = []  # given back since the last plan
 
     @property
     def num_free(self) -> int:
@@ -23,9 +23,9 @@ class Rows:
     def take(self) -> int:
         return self._free.pop()
 
-    def give_back(self, row: int, fence: int, settled: int) -> None:
+    def release_after(self, row: int, fence: int, settled: int) -> None:
         """Free once step `fence` has committed; `settled`: the last step that has."""
-        self._untold.append(row)
+        self._unannounced.append(row)
         self._pending_free.put(row, fence)
         self.settle(settled)
 
@@ -35,16 +35,16 @@ class Rows:
 
     def take_freed(self) -> list[int]:
         """For the next plan: the device forgets who had these."""
-        freed, self._untold = self._untold, []
+        freed, self._unannounced = self._unannounced, []
         return freed
 
-    def tell_again(self, rows: list[int]) -> None:
+    def announce_again(self, rows: list[int]) -> None:
         """The plan that said so never ran."""
-        self._untold.extend(rows)
+        self._unannounced.extend(rows)
 
-    def tell_all(self) -> None:
+    def announce_all(self) -> None:
         """The device may know of any row, whatever it was told."""
-        self._untold = list(range(self._num_rows))
+        self._unannounced = list(range(self._num_rows))
 
     def check(self, taken: list[int]) -> None:
         everywhere = taken + self._free + list(self._pending_free)

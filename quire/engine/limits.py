@@ -12,7 +12,7 @@ KEPT_STEPS = 64  # shapes of the last steps
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """What the scheduler must keep to; resolved from the config and the machine before it is built."""
 
     max_rows: int

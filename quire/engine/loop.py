@@ -20,7 +20,7 @@ from quire.types import Delta, GrammarSpec, Plan, QuireError, Request, is_out_of
 
 Deliver = Callable[[list[Delta]], object]
 FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
-MAX_NOTED = 64  # suspects named in a note
+MAX_SUSPECTS = 64  # suspects named in a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Engine:
     def rebuild(self) -> None:
         """Start over with empty books: a call was left in the middle, by an interrupt or an error, and nothing in them
         can be relied on. Every request and the prefix cache are gone. May itself be left in the middle and repeated."""
-        self.scheduler = self.scheduler.afresh()
+        self.scheduler = self.scheduler.empty_copy()
         self._inflight.clear()
         self._bisection = Bisection()
         self._last_done = 0.0
@@ -144,7 +144,7 @@ class Engine:
             raise
         except Exception as error:
             self.states.move("fail")
-            self._keep_books()
+            self._flush_deferred()
             self._recover(current, error)  # what was committed before stays, and is sent
             self.states.move("rolled_back")
         deltas += self.scheduler.take_ended()
@@ -152,7 +152,7 @@ class Engine:
             if deltas and deliver is not None:
                 deliver(deltas)
         finally:
-            self._keep_books()
+            self._flush_deferred()
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.tracer.end_request(delta)
@@ -179,14 +179,14 @@ class Engine:
         self.tracer.step(plan, self.scheduler)
         return deltas
 
-    def _keep_books(self) -> None:
+    def _flush_deferred(self) -> None:
         """What the steps committed in this turn filled is from now on there for others, what they freed is free."""
-        books = self.scheduler.books
-        if not books.are_open:
+        deferred = self.scheduler.deferred
+        if not deferred.pending:
             return
         try:
             with self.tracer.span("books"):
-                books.keep()
+                deferred.flush()
         except Exception as error:
             raise EngineBroken(f"keeping a step's books failed: {type(error).__name__}: {error}") from error
 
@@ -200,15 +200,17 @@ class Engine:
         out_of_memory = isinstance(error, QuireError) and error.code == "out_of_memory"
         if out_of_memory and not self._bisection.active and self.scheduler.shrink_steps(plans):
             self.tracer.note("memory ran out", error=str(error), max_tokens=self.scheduler.step_cap)
-            self._faults.append(StepFault("out_of_memory", str(error)[:1000], tuple(sorted(touched))[:MAX_NOTED], None))
+            self._faults.append(
+                StepFault("out_of_memory", str(error)[:1000], tuple(sorted(touched))[:MAX_SUSPECTS], None)
+            )
             return  # nobody is to blame: smaller steps may do
         culprit = self._bisection.failed(touched) if touched else None
         self.tracer.note("step failed", error=repr(error), suspects=len(touched), culprit=culprit or "")
         code = "out_of_memory" if out_of_memory or is_out_of_memory(error) else "step_failed"
         what = f"{type(error).__name__}: {error}"[:1000]
-        self._faults.append(StepFault(code, what, tuple(sorted(touched))[:MAX_NOTED], culprit))
+        self._faults.append(StepFault(code, what, tuple(sorted(touched))[:MAX_SUSPECTS], culprit))
         if culprit is not None:
-            self.scheduler.fail(culprit, _blame(error))
+            self.scheduler.fail(culprit, _request_error(error))
         self.scheduler.restrict(self._bisection.group)
 
     def take_faults(self) -> list[StepFault]:
@@ -259,7 +261,7 @@ def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]
     return masks
 
 
-def _blame(error: Exception) -> QuireError:
+def _request_error(error: Exception) -> QuireError:
     """What the request is told that no step can be computed with."""
     if isinstance(error, QuireError):
         return error

@@ -26,7 +26,7 @@ def append_tokens(request: Request, delta: Delta) -> FinishReason | None:
     return reason
 
 
-def last_delta(request: Request, reason: FinishReason, now: float) -> Delta:
+def end_delta(request: Request, reason: FinishReason, now: float) -> Delta:
     """The end of a request, with what it took."""
     timing = Timing(
         queue=(request.admitted_at or now) - request.arrival,
@@ -37,7 +37,7 @@ def last_delta(request: Request, reason: FinishReason, now: float) -> Delta:
     return Delta(request.id, finish_reason=reason, usage=usage, timing=timing)
 
 
-def why_bad(request: Request) -> QuireError:
+def no_token_error(request: Request) -> QuireError:
     """No token could be chosen: the grammar gave up, or forbids all that is left, or the model failed."""
     grammar = request.grammar
     if grammar is None:

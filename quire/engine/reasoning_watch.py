@@ -6,12 +6,12 @@ markers are found by bytes, not by ids: one of several tokens can be written wit
 
 from __future__ import annotations
 
-from quire.engine.grammar.vocabulary import Vocabulary
+from quire.engine.grammar.vocabulary import GrammarVocabulary
 from quire.types import GrammarSpec
 
 
 class ReasoningWatch:
-    def __init__(self, spec: GrammarSpec, vocabulary: Vocabulary):
+    def __init__(self, spec: GrammarSpec, vocabulary: GrammarVocabulary):
         self._vocabulary = vocabulary
         self._opening, self._closing = spec.opens_reasoning, spec.after_reasoning
         self._open_text, self._close_text = vocabulary.text(self._opening), vocabulary.text(self._closing)

@@ -16,7 +16,7 @@ from quire.cache.lease import lease_of
 from quire.types import CopyKind, Plan, Request, Status
 
 
-def touched_by(plans: list[Plan], requests: Iterable[Request]) -> list[Request]:
+def affected_by(plans: list[Plan], requests: Iterable[Request]) -> list[Request]:
     """Who has a row in one of these steps, or is in flight otherwise, or had bytes on their way to the host in them."""
     rows = {row.request_id for plan in plans for row in plan.rows}
     rows |= {row.request_id for plan in plans for row in plan.added}
@@ -30,7 +30,7 @@ def touched_by(plans: list[Plan], requests: Iterable[Request]) -> list[Request]:
     return [request for request in requests if is_touched(request)]
 
 
-class AllBut:
+class AllExcept:
     """Everyone but these."""
 
     def __init__(self, names: set[str]):
@@ -44,7 +44,7 @@ class Bisection:
     def __init__(self) -> None:
         self._groups: deque[list[str]] = deque()
         self._isolated: set[str] = set()  # suspects of a death
-        self._others_turn = False
+        self._is_others_turn = False
         self._targets: dict[str, int] = {}  # how many tokens each suspect must have computed to be cleared
         self._failed_alone: set[str] = set()  # once: it may have been bad luck
 
@@ -58,8 +58,8 @@ class Bisection:
     @property
     def group(self) -> Container[str] | None:
         """Who may run now; None: everyone."""
-        if self._others_turn:
-            return AllBut({suspect for group in self._groups for suspect in group})
+        if self._is_others_turn:
+            return AllExcept({suspect for group in self._groups for suspect in group})
         return set(self._groups[0]) if self._groups else None
 
     def isolate(self, suspect: str, target: int) -> None:
@@ -71,18 +71,18 @@ class Bisection:
     def failed(self, touched: Mapping[str, int]) -> str | None:
         """A step failed that would have brought these to so many tokens. Returns the culprit if no doubt is left."""
         suspects = sorted(touched)
-        if self._groups and not self._others_turn:
+        if self._groups and not self._is_others_turn:
             suspects = [i for i in self._groups.popleft() if i in touched] or suspects
-        self._others_turn = False
+        self._is_others_turn = False
         for suspect in suspects:
             self._targets[suspect] = max(touched[suspect], self._targets.get(suspect, 0))
         if len(suspects) == 1:
-            return self._judge(suspects[0])
+            return self._accuse(suspects[0])
         half = len(suspects) // 2
         self._groups.extendleft(part for part in (suspects[half:], suspects[:half]) if part)
         return None
 
-    def _judge(self, suspect: str) -> str | None:
+    def _accuse(self, suspect: str) -> str | None:
         """Alone in a step that failed. A fault that passes can hit anyone once; whoever fails alone twice is it."""
         if suspect not in self._failed_alone:
             self._failed_alone.add(suspect)
@@ -95,19 +95,19 @@ class Bisection:
 
     def passed(self, computed: Mapping[str, int]) -> None:
         """A step committed; `computed` says how far everyone who has not ended is now."""
-        if self._others_turn:
-            self._others_turn = False
+        if self._is_others_turn:
+            self._is_others_turn = False
         elif self._groups and all(
             suspect not in computed or computed[suspect] >= self._targets[suspect] for suspect in self._groups[0]
         ):
             lone = self._isolated.issuperset(self._groups[0])
             self.skip()
-            self._others_turn = lone and self.active
+            self._is_others_turn = lone and self.active
 
     def skip(self) -> None:
         """Go on with the next group: this one is cleared, or none of it can run now."""
-        if self._others_turn:
-            self._others_turn = False
+        if self._is_others_turn:
+            self._is_others_turn = False
         elif self._groups:
             for suspect in self._groups.popleft():
                 self._targets.pop(suspect, None)

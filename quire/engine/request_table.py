@@ -11,26 +11,26 @@ from collections.abc import Callable, Sequence
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease, lease_of
-from quire.engine.device_rows import Rows
-from quire.engine.outcome import last_delta
+from quire.engine.device_rows import RowPool
+from quire.engine.outcome import end_delta
 from quire.engine.policies import Order
 from quire.engine.queue import HeldRequests, WaitQueue
 from quire.types import Delta, FinishReason, Plan, Request, RowInit, Status
 
 
-class Roster:
+class RequestTable:
     def __init__(self, cache: CacheIndex, num_rows: int, order: Order, clock: Callable[[], float]):
         self.requests: dict[str, Request] = {}  # every request that has not ended
         self.waiting = WaitQueue(order)
         self.running: list[Request] = []  # RUNNING and DRAINING, in order
-        self.rows = Rows(num_rows)
+        self.rows = RowPool(num_rows)
         self.last_step = 0  # that was planned: what is given back is free once it has committed
         self._held = HeldRequests()
         self._cache = cache
         self._order = order
         self._clock = clock
 
-    def enter(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         request.lease = Lease.empty(request.salt, self._cache.page_tokens, len(self._cache.specs))
         self.requests[request.id] = request
         self.waiting.push(request)
@@ -73,7 +73,7 @@ class Roster:
     def leave_row(self, request: Request) -> None:
         if request.row >= 0:
             self.running.remove(request)
-            self.rows.give_back(request.row, self.last_step, self._cache.settled)
+            self.rows.release_after(request.row, self.last_step, self._cache.settled)
             request.row = -1
 
     def drop_state(self, request: Request) -> None:
@@ -86,16 +86,16 @@ class Roster:
         """Gone, from wherever it is. The delta says what it took."""
         if request.status in (Status.WAITING, Status.SWAPPED):
             self.waiting.remove(request)
-        self.clear_away(request)
-        return self.strike(request, reason)
+        self.release(request)
+        return self.mark_ended(request, reason)
 
-    def strike(self, request: Request, reason: FinishReason) -> Delta:
+    def mark_ended(self, request: Request, reason: FinishReason) -> Delta:
         """Off the list of those who have not ended; whoever does this to one that runs clears it away afterwards."""
         request.status = Status.ENDED
         del self.requests[request.id]
-        return last_delta(request, reason, self._clock())
+        return end_delta(request, reason, self._clock())
 
-    def clear_away(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Its row and all that it holds go back."""
         self.leave_row(request)
         self.wake(self._cache.release(request, self.last_step))
@@ -105,10 +105,10 @@ class Roster:
         self._cache.settle(step)
         self.rows.settle(self._cache.settled)
 
-    def start_over(self, last_step: int) -> None:
+    def reset(self, last_step: int) -> None:
         """Nothing runs, and whatever was planned up to this step counts as committed."""
         self.last_step = last_step + 1  # one more may have been in the making
-        self.rows.tell_all()
+        self.rows.announce_all()
         self.settle(self.last_step)
 
     def check(self) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Container, Sequence
 
 from quire.cache.index import CacheIndex
 from quire.engine.chunking import Chunking, choose_chunking
-from quire.engine.deferred_commit import Books
-from quire.engine.limits import Limits, SchedulerStats
-from quire.engine.outcome import append_tokens, why_bad
+from quire.engine.deferred_commit import DeferredCommit
+from quire.engine.limits import SchedulerLimits, SchedulerStats
+from quire.engine.outcome import append_tokens, no_token_error
 from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
 from quire.engine.queue import Deadlines, Refusal
-from quire.engine.recovery import touched_by
-from quire.engine.request_table import Roster
+from quire.engine.recovery import affected_by
+from quire.engine.request_table import RequestTable
 from quire.types import (
     Delta,
     FinishReason,
@@ -37,7 +37,7 @@ class Scheduler:
     def __init__(
         self,
         cache: CacheIndex,
-        limits: Limits,
+        limits: SchedulerLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
         order: Order | None = None,
@@ -53,13 +53,13 @@ class Scheduler:
         self._chunking = chunking or choose_chunking(limits.max_batch_tokens, limits.step_target_seconds)
         self._admission = admission or QueueBounds(limits.max_rows, limits.max_waiting, limits.max_waiting_tokens)
         self._victims = victims or LastInOrder(self._order)
-        self.roster = Roster(cache, limits.max_rows, self._order, clock)
-        self.requests, self.waiting, self.running = self.roster.requests, self.roster.waiting, self.roster.running
-        self.books = Books(cache, self.roster)
+        self.table = RequestTable(cache, limits.max_rows, self._order, clock)
+        self.requests, self.waiting, self.running = self.table.requests, self.table.waiting, self.table.running
+        self.deferred = DeferredCommit(cache, self.table)
         self._deadlines = Deadlines()
         self._num_prompt = (0, 0)  # rows and tokens of prompts in the step being planned
         self._ended: list[Delta] = []  # ends that no commit will report
-        self._refused: Refusal | None = None  # of the head of the queue, when the cache had no room for it
+        self._refusal: Refusal | None = None  # of the head of the queue, when the cache had no room for it
         self.step_cap = limits.max_batch_tokens  # tokens a step may have; less once memory has run out
         self._only: Container[str] | None = None  # while a failed step is being bisected: who may run
 
@@ -78,7 +78,7 @@ class Scheduler:
         if not request.resumed:
             self._admission.admit(request, len(self.requests), self.waiting.num_tokens)
         request.max_len = min(request.max_len, self.cache.capacity_tokens)
-        self.roster.enter(request)
+        self.table.add(request)
         self._deadlines.add(request)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -101,7 +101,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> Delta:
         self._count_end(request)
-        return self.roster.end(request, reason)
+        return self.table.end(request, reason)
 
     def _count_end(self, request: Request) -> None:
         self._deadlines.remove(request)
@@ -118,25 +118,25 @@ class Scheduler:
         """The next step, or None when nothing can be planned before something commits."""
         for request_id in self._deadlines.expired(self.clock()):
             self.cancel(request_id, FinishReason.DEADLINE)
-        plan = Plan(self.roster.last_step + 1)
+        plan = Plan(self.table.last_step + 1)
         self.cache.clear_scrubbed(plan)
-        pressed = self._preempt_drained(plan)
+        preempting = self._release_drained(plan)
         decodes: list[Request] = []
-        catch_ups: list[Request] = []
+        prefills: list[Request] = []
         for request in self.running:
             behind = len(request.tokens) + request.pending - request.planned
             if behind > 0 and self._may_run(request):
-                (decodes if behind == 1 else catch_ups).append(request)
-        budget = self._chunking.budget(len(decodes), catch_ups[0].planned if catch_ups else 0)
+                (decodes if behind == 1 else prefills).append(request)
+        budget = self._chunking.budget(len(decodes), prefills[0].planned if prefills else 0)
         budget = min(budget, self.step_cap)
-        budget, preempted = self._plan_rows(decodes + catch_ups, len(decodes), budget, plan, self._make_room)
-        pressed = pressed or preempted
-        if not pressed:  # who was just pushed out must not be replaced by a newcomer
+        budget, preempted = self._plan_rows(decodes + prefills, len(decodes), budget, plan, self._make_room)
+        preempting = preempting or preempted
+        if not preempting:  # who was just pushed out must not be replaced by a newcomer
             self._admit(budget, plan)
         if not plan.rows and not plan.copies and not plan.added:
             return None
-        plan.freed = self.roster.rows.take_freed()
-        self.roster.last_step = plan.step
+        plan.freed = self.table.rows.take_freed()
+        self.table.last_step = plan.step
         self.stats.count(plan, *self._num_prompt)
         self._num_prompt = (0, 0)
         return plan
@@ -145,7 +145,7 @@ class Scheduler:
         """How long a step took, for policies that learn from it."""
         self._chunking.observe(plan, seconds)
 
-    def pace(self, step_target_seconds: float | None) -> None:
+    def set_step_target(self, step_target_seconds: float | None) -> None:
         """From now on keep steps with decodes in them this short; None: as large as the limits allow."""
         self._chunking = choose_chunking(self.limits.max_batch_tokens, step_target_seconds)
 
@@ -234,27 +234,27 @@ class Scheduler:
             request = self._next_waiting()
             if request is None:
                 return
-            if not self.roster.rows.num_free and not any(self._gives_way(r, request) for r in self.running):
+            if not self.table.rows.num_free and not any(self._yields_to(r, request) for r in self.running):
                 return  # no row and nobody to push out: don't match its prompt again at every step
-            if self._refused is not None and self._refused.still_holds(request, len(self.running), self._room()):
-                if self._push_out_for(request, plan):
+            if self._refusal is not None and self._refusal.still_holds(request, len(self.running), self._available()):
+                if self._preempt_for(request, plan):
                     continue
                 return
-            if request.status is Status.WAITING and self._hold(request):
+            if request.status is Status.WAITING and self._wait_for_prefix(request):
                 continue
             margin = len(self.running)  # each running request will soon want a page
             take = self.cache.swap_in if request.status is Status.SWAPPED else self.cache.admit
-            if not self.roster.rows.num_free or not take(request, plan, margin):
-                if self.roster.rows.num_free:
-                    self._refused = Refusal(request, len(self.running), self._room())
-                if self._push_out_for(request, plan):
+            if not self.table.rows.num_free or not take(request, plan, margin):
+                if self.table.rows.num_free:
+                    self._refusal = Refusal(request, len(self.running), self._available())
+                if self._preempt_for(request, plan):
                     continue
                 return
-            self._refused = None
-            self.roster.start(request, plan)
+            self._refusal = None
+            self.table.start(request, plan)
             budget, _ = self._plan_rows((request,), 0, budget, plan, self._find_free_room)
 
-    def _room(self) -> list[int]:
+    def _available(self) -> list[int]:
         return [self.cache.available(group) for group in range(len(self.cache.specs))]
 
     def _next_waiting(self) -> Request | None:
@@ -262,29 +262,29 @@ class Scheduler:
             return self.waiting.peek()
         return min((r for r in self.waiting if r.id in self._only), key=self._order, default=None)
 
-    def _gives_way(self, running: Request, request: Request) -> bool:
+    def _yields_to(self, running: Request, request: Request) -> bool:
         """To the next in line one of strictly lower priority gives way, an equal never does; while a failed step is
         bisected, everyone does who may not run anyway."""
         return running.priority > request.priority or (self._only is not None and running.id not in self._only)
 
-    def _push_out_for(self, request: Request, plan: Plan) -> bool:
+    def _preempt_for(self, request: Request, plan: Plan) -> bool:
         """No room for the next in line: one gives way. True: it is gone already, and this plan may go on with that."""
-        givers = [r for r in self.running if r.status is Status.RUNNING and self._gives_way(r, request)]
-        barred = [r for r in givers if self._only is not None and r.id not in self._only]
-        victim = max(barred, key=self._order) if barred else self._victims.choose(givers, request)
+        candidates = [r for r in self.running if r.status is Status.RUNNING and self._yields_to(r, request)]
+        barred = [r for r in candidates if self._only is not None and r.id not in self._only]
+        victim = max(barred, key=self._order) if barred else self._victims.choose(candidates, request)
         if victim is None:
             return False
         self._preempt(victim, plan)
-        return self._only is not None and victim.status is not Status.DRAINING and self.roster.rows.num_free > 0
+        return self._only is not None and victim.status is not Status.DRAINING and self.table.rows.num_free > 0
 
-    def _hold(self, request: Request) -> bool:
+    def _wait_for_prefix(self, request: Request) -> bool:
         """Put a request aside while another computes the same prompt."""
         if not self.cache.prefix_cache or request.params.needs_whole_prompt or self._only is not None:
             return False
         key = self.cache.claims.wait_for(request, self.cache.match(request).length)
         if key is None:
             return False
-        self.roster.hold(request, key)
+        self.table.hold(request, key)
         return True
 
     # -- giving way -----------------------------------------------------------------------------------------------
@@ -295,24 +295,24 @@ class Scheduler:
         victim.preemptions += 1
         self.stats.preemptions += 1
         if victim.inflight == 0:
-            self._push_out(victim, plan)
+            self._swap_or_drop(victim, plan)
 
-    def _preempt_drained(self, plan: Plan) -> bool:
+    def _release_drained(self, plan: Plan) -> bool:
         draining = [r for r in self.running if r.status is Status.DRAINING]
         for victim in draining:
             if victim.inflight == 0:
-                self._push_out(victim, plan)
+                self._swap_or_drop(victim, plan)
         return bool(draining)
 
-    def _push_out(self, victim: Request, plan: Plan) -> None:
-        self.roster.leave_row(victim)
-        self.roster.wake(self.cache.claims.withdraw(victim))
+    def _swap_or_drop(self, victim: Request, plan: Plan) -> None:
+        self.table.leave_row(victim)
+        self.table.wake(self.cache.claims.withdraw(victim))
         worth_it = self.limits.preemption != "recompute" and victim.computed >= victim.prompt_len
         if worth_it and self.cache.swap_out(victim, plan):
             victim.status = Status.SWAPPED
             self.stats.swaps += 1
         else:
-            self.roster.drop_state(victim)
+            self.table.drop_state(victim)
             self.stats.recomputes += 1
         self.waiting.push(victim)
 
@@ -323,7 +323,7 @@ class Scheduler:
         learn of it stands in `books`, to be kept once the news are out."""
         deltas = []
         bad_rows, prompt_logprobs = set(output.bad_rows), output.prompt_logprobs
-        requests, note, num_sampled = self.requests, self.books.note, 0
+        requests, defer, num_sampled = self.requests, self.deferred.add, 0
         for index, row in enumerate(plan.rows):
             request = requests.get(row.request_id)
             if request is None or request.row != row.row:
@@ -338,7 +338,7 @@ class Scheduler:
                 delta.embedding = output.pooled.get(index)
             reason = None
             if bad_rows and index in bad_rows:
-                reason = self._spoil(request, delta)
+                reason = self._fail_row(request, delta)
             elif row.wants_sample:
                 request.pending -= 1
                 delta.logprobs = output.logprobs.get(index)
@@ -348,16 +348,16 @@ class Scheduler:
                 num_sampled += len(delta.token_ids)
             if reason is not None:
                 self._finish(delta, request, reason)
-            note(request, reason)
+            defer(request, reason)
             if delta.token_ids or delta.prompt_logprobs or reason is not None:
                 deltas.append(delta)
         self.stats.sampled_tokens += num_sampled
-        self.books.close_step(plan.step)
+        self.deferred.seal(plan.step)
         return deltas
 
-    def _spoil(self, request: Request, delta: Delta) -> FinishReason:
+    def _fail_row(self, request: Request, delta: Delta) -> FinishReason:
         """No token could be chosen for it; its state must not reach anyone else."""
-        error = why_bad(request)
+        error = no_token_error(request)
         delta.token_ids, delta.error_code, delta.error = [], error.code, str(error)
         self.cache.scrub(request)
         return FinishReason.ERROR
@@ -365,7 +365,7 @@ class Scheduler:
     def _finish(self, delta: Delta, request: Request, reason: FinishReason) -> None:
         """End a request in a commit: from now on nobody finds it, but what it holds is cleared away with the books."""
         self._count_end(request)
-        end = self.roster.strike(request, reason)
+        end = self.table.mark_ended(request, reason)
         delta.finish_reason, delta.usage, delta.timing = reason, end.usage, end.timing
 
     # -- when a step fails ----------------------------------------------------------------------------------------
@@ -377,16 +377,16 @@ class Scheduler:
         touched, and how many tokens of theirs would have been computed.
         """
         reached: dict[str, int] = {}
-        for request in touched_by(plans, self.requests.values()):
+        for request in affected_by(plans, self.requests.values()):
             if request.status is Status.SWAPPED:
                 self.waiting.remove(request)
             reached[request.id] = min(request.planned, len(request.tokens))
-            self.roster.leave_row(request)
-            self.roster.drop_state(request)
+            self.table.leave_row(request)
+            self.table.drop_state(request)
             self.waiting.push(request)
         for plan in plans:
-            self.roster.rows.tell_again(plan.freed)
-        self.roster.settle(self.roster.last_step)
+            self.table.rows.announce_again(plan.freed)
+        self.table.settle(self.table.last_step)
         return reached
 
     def shrink_steps(self, plans: list[Plan]) -> bool:
@@ -404,7 +404,7 @@ class Scheduler:
 
     # -- starting over --------------------------------------------------------------------------------------------
 
-    def afresh(self) -> Scheduler:
+    def empty_copy(self) -> Scheduler:
         """One with the same limits, policies and counters and no request. Steps are numbered on, and its first plan
         tells the device to forget every row."""
         new = Scheduler(
@@ -417,11 +417,11 @@ class Scheduler:
             victims=self._victims,
         )
         new.stats, new.step_cap = self.stats, self.step_cap
-        new.roster.start_over(self.roster.last_step)
+        new.table.reset(self.table.last_step)
         return new
 
     # -- integrity ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        assert not self.books.are_open, "a step's books were not kept"
-        self.roster.check()
+        assert not self.deferred.pending, "a step's books were not kept"
+        self.table.check()

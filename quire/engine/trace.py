@@ -47,21 +47,21 @@ _END = b"\n]\n"  # of a trace that was closed
 
 
 class FileTracer(Tracer):
-    def __init__(self, path: str | Path, life: int = 1):
-        """`life`: which engine of one server this is. The first begins the file, a later one goes on in it: all
+    def __init__(self, path: str | Path, engine_number: int = 1):
+        """`engine_number`: which engine of one server this is. The first begins the file, a later one appends: all
         that the engines of a server did stands in one trace, each as a process of its own."""
         try:
-            goes_on = life > 1 and _reopen(Path(path))
-            self._file: TextIO = open(path, "a" if goes_on else "w", encoding="utf-8")  # noqa: SIM115 - see close()
+            appends = engine_number > 1 and _reopen(Path(path))
+            self._file: TextIO = open(path, "a" if appends else "w", encoding="utf-8")  # noqa: SIM115 - see close()
         except OSError as error:
             hint = "Choose a file that can be written."
             raise QuireError(
                 "bad_trace_file", f"The trace can't be written to {path}: {error.strerror}.", hint
             ) from error
         self._lock = threading.Lock()  # a device may write from a thread of its own
-        if not goes_on:
+        if not appends:
             self._file.write("[\n")
-        name = "quire" if life == 1 else f"quire (engine {life})"
+        name = "quire" if engine_number == 1 else f"quire (engine {engine_number})"
         self._emit({"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": name}})
         self._file.flush()  # an engine that dies early was there, too
 

@@ -15,7 +15,7 @@ from quire.cache.index import CacheIndex
 from quire.cache.memory import MemoryPlan
 from quire.config import Config
 from quire.edge import Edge
-from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
@@ -70,7 +70,7 @@ class Assembly:
     memory: MemoryPlan
     files: ModelFiles
     dtype: str
-    desk: GrammarDesk | None  # queue of requests whose grammars compile; None: no tokenizer, so no grammars
+    grammars: GrammarQueue | None  # queue of requests whose grammars compile; None: no tokenizer, so no grammars
 
 
 def assemble(config: Config, progress: Progress | None = None, compilers: Compilers | None = None) -> Assembly:
@@ -102,8 +102,8 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
         special_in_content=config.model.special_in_content,
         tool_format=config.server.tool_format,
     )
-    desk = _grammar_desk(tokenizer, eos_ids, loaded.model.vocab_size)
-    return Assembly(engine, edge, memory, files, loaded.dtype, desk)
+    grammars = _grammar_queue(tokenizer, eos_ids, loaded.model.vocab_size)
+    return Assembly(engine, edge, memory, files, loaded.dtype, grammars)
 
 
 def _load_engine(
@@ -215,7 +215,7 @@ def build_engine(
     return engine, memory
 
 
-def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarDesk | None:
+def _grammar_queue(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarQueue | None:
     if tokenizer is None:
         return None
 
@@ -227,7 +227,7 @@ def _grammar_desk(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_s
             tokens, eos_ids, special_ids=special, vocab_size=vocab_size, encode=tokenizer.encode_inside
         )
 
-    return GrammarDesk(make_compiler)
+    return GrammarQueue(make_compiler)
 
 
 def _can_capture(model: Model) -> bool:

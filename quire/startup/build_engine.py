@@ -36,8 +36,8 @@ def build_engine(config: Config) -> Built:
         memory=parts.memory.to_json(),
         lower=lower_precision(config, parts),
     )
-    if parts.desk is not None:
-        parts.desk.warm()
+    if parts.grammars is not None:
+        parts.grammars.warm()
     gc.collect()
     gc.freeze()  # these objects live as long as the process, so later collections skip them
-    return Built(parts.engine, ready, parts.desk)
+    return Built(parts.engine, ready, parts.grammars)

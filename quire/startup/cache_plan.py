@@ -10,7 +10,7 @@ import torch
 
 from quire.cache.memory import MemoryPlan, plan_memory, shrink_cache
 from quire.config import Config
-from quire.engine.limits import Limits
+from quire.engine.limits import SchedulerLimits
 from quire.files.progress import Progress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.table import select_ops
@@ -52,7 +52,7 @@ def memory_report(config: Config) -> MemoryPlan:
 
 
 def plan_cache(
-    model: Any, config: Config, limits: Limits, device: torch.device, available: int, max_model_len: int
+    model: Any, config: Config, limits: SchedulerLimits, device: torch.device, available: int, max_model_len: int
 ) -> MemoryPlan:
     """Returns the memory plan of a model that is not loaded yet, with so many bytes available now."""
     weights = weights_bytes(model)
@@ -60,7 +60,13 @@ def plan_cache(
 
 
 def plan_model_memory(
-    model: Model, config: Config, limits: Limits, device: torch.device, available: int, weights: int, max_model_len: int
+    model: Model,
+    config: Config,
+    limits: SchedulerLimits,
+    device: torch.device,
+    available: int,
+    weights: int,
+    max_model_len: int,
 ) -> MemoryPlan:
     width = model.activation_elements * limits.max_batch_tokens
     logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and sort buffers

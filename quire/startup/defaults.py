@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.config import Config
-from quire.engine.limits import Limits
+from quire.engine.limits import SchedulerLimits
 from quire.machine import has_nvidia_driver
 from quire.runtime.guard import first_line
 from quire.types import QuireError
@@ -61,7 +61,7 @@ def resolve_page_tokens(config: Config, device: torch.device) -> int:
     return config.cache.page_tokens or _defaults(device)["page_tokens"]
 
 
-def resolve_limits(config: Config, device: torch.device) -> Limits:
+def resolve_limits(config: Config, device: torch.device) -> SchedulerLimits:
     """Returns the scheduler's limits: the configured ones, and the device's defaults for the rest."""
     chosen = _defaults(device)
     scheduler = config.scheduler
@@ -71,7 +71,7 @@ def resolve_limits(config: Config, device: torch.device) -> Limits:
         what = f"max_batch_tokens={max_batch_tokens} is less than max_rows={max_rows}: not every row could move."
         raise QuireError("invalid_parameter", what, "Raise the one or lower the other.", "max_batch_tokens")
     target = chosen["step_target_ms"] if scheduler.step_target_ms is None else scheduler.step_target_ms
-    return Limits(
+    return SchedulerLimits(
         max_rows=max_rows,
         max_batch_tokens=max_batch_tokens,
         chunk_tokens=min(scheduler.chunk_tokens or max_batch_tokens, max_batch_tokens),

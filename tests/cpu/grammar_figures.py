@@ -17,7 +17,7 @@ import jsonschema
 
 from quire import LLM, GrammarSpec, SamplingParams
 from quire.engine.grammar.canonical_tokens import Encode
-from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.grammar.matcher import GrammarCompiler
 from quire.text.channels import ToolSpec, tool_grammar
 from quire.text.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def measure(llm: LLM, way: str) -> dict[str, dict[str, float]]:
     tokenizer = llm.edge.tokenizer
     assert tokenizer is not None
     compiler = make_compiler(tokenizer, way)
-    llm._parts = replace(llm._parts, desk=GrammarDesk(lambda: compiler))
+    llm._parts = replace(llm._parts, grammars=GrammarQueue(lambda: compiler))
     figures: dict[str, dict[str, Any]] = {}
     todo = cases()
     params = [

@@ -15,7 +15,7 @@ from typing import Any
 from quire.cache.index import CacheIndex
 from quire.config import Config
 from quire.engine.host.process import Built, ready_message, run_engine_process
-from quire.engine.limits import Limits
+from quire.engine.limits import SchedulerLimits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.types import CacheSpec, Plan, RowInit, StepOutput, TokenLogprobs
@@ -94,7 +94,7 @@ def script_of(prompt: list[int]) -> list[int]:
 def build(config: Config) -> Built:
     time.sleep(float(os.environ.get("STUB_START_SECONDS", "0")))
     max_len = config.model.max_model_len or 4096
-    limits = Limits(
+    limits = SchedulerLimits(
         max_rows=config.scheduler.max_rows or 64,
         max_batch_tokens=config.scheduler.max_batch_tokens or 8192,
         chunk_tokens=8192,

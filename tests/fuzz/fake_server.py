@@ -31,7 +31,7 @@ class EchoLink:
 
     def __init__(self, client: EngineClient, max_len: int):
         self._client = client
-        self.ready = wire.Ready(260, max_len, [258], {}, "tiny", "float32", {}, LIMITS)
+        self.ready = wire.EngineReady(260, max_len, [258], {}, "tiny", "float32", {}, LIMITS)
 
     def send(self, message: wire.ToEngine) -> None: ...
 

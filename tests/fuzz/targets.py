@@ -114,7 +114,7 @@ class WireToEngine(Fuzzed):
         params = SamplingParams(temperature=0.5, stop=("a",), logit_bias=((3, 1.0),), max_tokens=4).resolve()
         request = Request("r", [1, 2, 3], 3, params, 7, frozenset({2}), 5, grammar=GrammarSpec("regex", "a+"))
         messages: list[Any] = [wire.Start({"model": "x"}), wire.submit_message([request]), wire.CancelMany(["a", "b"]),
-                               wire.StopEngine(), wire.Check(4)]  # fmt: skip
+                               wire.StopEngine(), wire.IntegrityCheck(4)]  # fmt: skip
         self._seeds = [wire.encode(message) for message in messages]
 
     def make(self, rng: random.Random) -> bytes:
@@ -137,9 +137,10 @@ class WireFromEngine(WireToEngine):
     def __init__(self, folder: Path):
         super().__init__(folder)
         end = Delta("a", [1], finish_reason=FinishReason.STOP, usage=Usage(1, 0, 1))
-        messages: list[Any] = [wire.Ready(9, 9, [2], {}, "m", "f", {}, {}), wire.Failed("c", "w"), wire.Beat(steps=3),
+        messages: list[Any] = [wire.EngineReady(9, 9, [2], {}, "m", "f", {}, {}), wire.Failed("c", "w"),
+                               wire.Beat(steps=3),
                                wire.deltas_message([end]), wire.Fault("k", "w", ["a"]),
-                               wire.Checked(1, None, 0, 0)]  # fmt: skip
+                               wire.IntegrityReport(1, None, 0, 0)]  # fmt: skip
         self._seeds = [wire.encode(message) for message in messages]
 
     def run(self, case: bytes) -> None:

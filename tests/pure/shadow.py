@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from quire.cache.index import CacheIndex
-from quire.engine.limits import Limits
+from quire.engine.limits import SchedulerLimits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.types import CacheSpec, CopyKind, Plan, Request, SamplingParams, StepOutput
@@ -242,7 +242,7 @@ class Rig:
         host = [self.num_host] * len(specs) if self.num_host else None
         self.now = 0.0
         self.cache = CacheIndex(specs, units, host, prefix_cache=self.prefix_cache)
-        limits = Limits(self.max_rows, self.max_batch_tokens, self.chunk_tokens, preemption=self.preemption,
+        limits = SchedulerLimits(self.max_rows, self.max_batch_tokens, self.chunk_tokens, preemption=self.preemption,
                         order=self.order, depth=self.depth)  # fmt: skip
         self.scheduler = Scheduler(self.cache, limits, clock=lambda: self.now)
         self.device = ShadowDevice(self.cache, late=self.late, poison=self.poison)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.loop import EngineBroken
-from quire.engine.recovery import touched_by
+from quire.engine.recovery import affected_by
 from quire.types import Delta, Plan, PlanRow, Request, RowInit, SamplingParams, Status
 from tests.pure.shadow import VOCAB, Rig, reference_output
 
@@ -60,12 +60,12 @@ def test_cancel_discards_the_token_in_flight_and_frees_only_after_it() -> None:
     free = rig.cache.available(0)
     rig.engine.cancel("r1")
     assert rig.cache.available(0) == free, "its pages are still being written by step 2"
-    assert rig.scheduler.roster.rows.num_free == rig.max_rows - 1, "and so is its row"
+    assert rig.scheduler.table.rows.num_free == rig.max_rows - 1, "and so is its row"
     before = list(rig.outputs["r1"])
     rig.finish()
     assert rig.outputs["r1"] == before and rig.reasons["r1"] == "cancelled"
     assert rig.cache.available(0) == rig.num_pages - 1
-    assert rig.scheduler.roster.rows.num_free == rig.max_rows
+    assert rig.scheduler.table.rows.num_free == rig.max_rows
 
 
 def test_pages_enter_the_tree_in_commit_only() -> None:
@@ -97,7 +97,7 @@ def test_news_go_out_before_the_books_are_kept_and_those_within_the_turn(max_tok
     assert len(rig.scheduler.running) == (max_tokens > 1)
     rig.scheduler.check()
     if max_tokens == 1:
-        assert rig.cache.available(0) == rig.num_pages - 1 and rig.scheduler.roster.rows.num_free == rig.max_rows
+        assert rig.cache.available(0) == rig.num_pages - 1 and rig.scheduler.table.rows.num_free == rig.max_rows
 
 
 def test_books_are_kept_although_nobody_takes_the_news() -> None:
@@ -204,7 +204,7 @@ def test_who_only_got_its_row_in_a_failed_step_starts_over_too() -> None:
     for row, request in enumerate((seated, running, idle)):
         request.row, request.status = row, Status.RUNNING
     plan = Plan(1, [PlanRow("running", 1, 0, 2, 0, True)], [RowInit("seated", 0, [1, 2], 2, 0, params, (), 0, 0)])
-    assert touched_by([plan], [seated, running, idle]) == [seated, running]
+    assert affected_by([plan], [seated, running, idle]) == [seated, running]
 
 
 def test_committed_tokens_survive_a_later_failure() -> None:

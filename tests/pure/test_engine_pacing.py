@@ -15,7 +15,7 @@ import pytest
 from quire.bench.stats import percentile
 from quire.cache.index import CacheIndex
 from quire.engine.chunking import CostModel, StepTarget
-from quire.engine.limits import Limits
+from quire.engine.limits import SchedulerLimits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.types import CacheSpec, Plan, PlanRow, Request, SamplingParams, StepOutput
@@ -80,7 +80,7 @@ class _Ticket:
 
 def make(target: float | None, cost: object, depth: int = 2, max_batch_tokens: int = 8192) -> tuple[Engine, Simulated]:
     device = Simulated(cost)
-    limits = Limits(256, max_batch_tokens, max_batch_tokens, step_target_seconds=target, depth=depth)
+    limits = SchedulerLimits(256, max_batch_tokens, max_batch_tokens, step_target_seconds=target, depth=depth)
     scheduler = Scheduler(CacheIndex([SPEC], [20_000]), limits, clock=lambda: device.now)
     return Engine(scheduler, device, depth=depth), device
 

@@ -48,7 +48,7 @@ def test_random_moves(mix: str, preemption: str, depth: int) -> None:
             ended_early.add(name)
         elif move < 0.33 and any(r.inflight == 0 for r in rig.scheduler.running):
             idle = rng.choice([r for r in rig.scheduler.running if r.inflight == 0])
-            rig.cache.rollback(idle, idle.computed, rig.scheduler.roster.last_step)  # what rejected drafts will do
+            rig.cache.rollback(idle, idle.computed, rig.scheduler.table.last_step)  # what rejected drafts will do
         elif move < 0.35 and pool:
             pin(rig.cache, rng.choice(pool), pinned=rng.random() < 0.5)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.cache.explain import explain, pin
-from quire.engine.limits import Limits
+from quire.engine.limits import SchedulerLimits
 from quire.engine.scheduler import Scheduler
 from quire.types import QuireError
 from tests.pure.shadow import Rig, reference_output
@@ -253,7 +253,7 @@ def test_cancel_works_from_every_state() -> None:
 
 def test_queue_bounds_refuse_with_a_reason() -> None:
     rig = big()
-    limits = Limits(1, 64, 64, max_waiting=2, max_waiting_tokens=60)
+    limits = SchedulerLimits(1, 64, 64, max_waiting=2, max_waiting_tokens=60)
     rig.scheduler = Scheduler(rig.cache, limits, clock=lambda: 0.0)
     rig.engine.scheduler = rig.scheduler
     rig.add(LONG, max_tokens=1)

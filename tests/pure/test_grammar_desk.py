@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.grammar.matcher import Grammar, GrammarCompiler
 from quire.types import GrammarSpec, QuireError, Request, SamplingParams
 
@@ -33,34 +33,34 @@ def gated() -> Iterator[tuple[GrammarCompiler, threading.Event]]:
 
 def test_waits_until_it_is_compiled_and_the_next_does_not_wait(gated: tuple[GrammarCompiler, threading.Event]) -> None:
     compiler, gate = gated
-    desk = GrammarDesk(lambda: compiler)
-    assert not desk.take(request("free", None))
-    assert desk.take(request("a", YES)) and len(desk) == 1 and desk.ready() == []
+    grammars = GrammarQueue(lambda: compiler)
+    assert not grammars.take(request("free", None))
+    assert grammars.take(request("a", YES)) and len(grammars) == 1 and grammars.ready() == []
     with pytest.raises(QuireError, match="already running"):
-        desk.take(request("a", YES))
+        grammars.take(request("a", YES))
     gate.set()
-    desk.wait(60)
-    ((found, error),) = desk.ready()
-    assert found.id == "a" and error is None and isinstance(found.grammar, Grammar) and len(desk) == 0
+    grammars.wait(60)
+    ((found, error),) = grammars.ready()
+    assert found.id == "a" and error is None and isinstance(found.grammar, Grammar) and len(grammars) == 0
     again = request("b", YES)
-    assert not desk.take(again) and isinstance(again.grammar, Grammar) and again.grammar is not found.grammar
+    assert not grammars.take(again) and isinstance(again.grammar, Grammar) and again.grammar is not found.grammar
 
 
 def test_errors_deadlines_and_those_who_leave(gated: tuple[GrammarCompiler, threading.Event]) -> None:
     compiler, gate = gated
     now = [0.0]
-    desk = GrammarDesk(lambda: compiler, deadline=5.0, clock=lambda: now[0])
+    grammars = GrammarQueue(lambda: compiler, deadline=5.0, clock=lambda: now[0])
     for name in ("slow", "gone"):
-        assert desk.take(request(name, YES))
-    dropped = desk.drop("gone")
-    assert dropped is not None and dropped.id == "gone" and desk.drop("gone") is None
+        assert grammars.take(request(name, YES))
+    dropped = grammars.drop("gone")
+    assert dropped is not None and dropped.id == "gone" and grammars.drop("gone") is None
     now[0] = 5.5
-    ((found, error),) = desk.ready()
+    ((found, error),) = grammars.ready()
     assert found.id == "slow" and error is not None and error.code == "grammar_too_complex"
-    assert desk.take(request("bad", GrammarSpec("regex", "(unclosed")))
+    assert grammars.take(request("bad", GrammarSpec("regex", "(unclosed")))
     gate.set()
-    desk.wait(60)
-    ((found, error),) = desk.ready()
+    grammars.wait(60)
+    ((found, error),) = grammars.ready()
     assert found.id == "bad" and error is not None and error.code == "invalid_schema"
     with pytest.raises(QuireError):
-        desk.take(request("large", GrammarSpec("regex", "a" * 300_000)))  # known at once
+        grammars.take(request("large", GrammarSpec("regex", "a" * 300_000)))  # known at once

@@ -9,9 +9,9 @@ import pytest
 
 from quire.cache.index import CacheIndex
 from quire.config import knobs
-from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, tell_all
-from quire.engine.host.wire import Check, Checked
-from quire.engine.limits import Limits
+from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, failure_deltas
+from quire.engine.host.wire import IntegrityCheck, IntegrityReport
+from quire.engine.limits import SchedulerLimits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.workers import Workers
@@ -21,7 +21,7 @@ from tests.pure.shadow import ShadowDevice
 
 def make_engine(max_rows: int = 4, max_waiting: int = 100) -> Engine:
     cache = CacheIndex([CacheSpec("full", "paged", (0,), (1,), "float32", page_tokens=4)], [200])
-    limits = Limits(max_rows, max_batch_tokens=32, chunk_tokens=32, max_waiting=max_waiting)
+    limits = SchedulerLimits(max_rows, max_batch_tokens=32, chunk_tokens=32, max_waiting=max_waiting)
     return Engine(Scheduler(cache, limits), ShadowDevice(cache))
 
 
@@ -43,7 +43,7 @@ class Script:
         self.reports.append(report)
 
     def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
-        self.sent += tell_all(open_ids, failure)
+        self.sent += failure_deltas(open_ids, failure)
 
     def ends(self) -> dict[str, tuple[str | None, str | None]]:
         return {d.request_id: (d.finish_reason.value, d.error_code) for d in self.sent if d.finish_reason is not None}
@@ -127,8 +127,8 @@ def test_requests_wait_for_their_grammars_and_others_do_not() -> None:
         request("gone", grammar=spec),
         request("free"),
     ]
-    desk, mailbox = Desk(), Script(first, *([[]] * 6), [Cancel("gone")])
-    EngineDriver(make_engine(), mailbox, desk).run()  # type: ignore[arg-type]
+    grammars, mailbox = Desk(), Script(first, *([[]] * 6), [Cancel("gone")])
+    EngineDriver(make_engine(), mailbox, grammars).run()  # type: ignore[arg-type]
     assert mailbox.ends() == {
         "good": ("length", None),
         "bad": ("error", "invalid_schema"),
@@ -136,7 +136,7 @@ def test_requests_wait_for_their_grammars_and_others_do_not() -> None:
         "free": ("length", None),
     }
     order = [delta.request_id for delta in mailbox.sent if delta.finish_reason is FinishReason.LENGTH]
-    assert order == ["free", "good"] and desk.num_waits >= 3
+    assert order == ["free", "good"] and grammars.num_waits >= 3
 
 
 def test_a_full_queue_refuses_one_and_keeps_the_rest() -> None:
@@ -203,14 +203,14 @@ def test_an_error_while_preparing_a_request_ends_that_request_alone() -> None:
 
 def test_books_are_checked_on_demand() -> None:
     engine = make_engine()
-    mailbox = Script([request("a")], *([[]] * 5), [Check(7)])
+    mailbox = Script([request("a")], *([[]] * 5), [IntegrityCheck(7)])
     EngineDriver(engine, mailbox).run()
-    assert mailbox.reports == [Checked(7, None, 0, 0)]
+    assert mailbox.reports == [IntegrityReport(7, None, 0, 0)]
     engine.scheduler.cache.pools[0].take()  # nobody holds it: a leak
-    mailbox = Script([Check(8)])
+    mailbox = Script([IntegrityCheck(8)])
     EngineDriver(engine, mailbox).run()
     (checked,) = mailbox.reports
-    assert isinstance(checked, Checked) and checked.num_leaked == 1 and checked.problem is not None
+    assert isinstance(checked, IntegrityReport) and checked.num_leaked == 1 and checked.problem is not None
 
 
 def test_someone_who_was_in_a_step_that_died_runs_alone_until_past_it() -> None:

@@ -21,13 +21,13 @@ from quire.client.blame import SELF_CAUSED_SIGNALS, UNRELATED_CAUSES
 from quire.client.engine_client import DeltaStream, EngineClient
 from quire.client.supervisor import Supervisor, SupervisorLimits, with_less_memory
 from quire.engine.host import wire
-from quire.engine.host.flight_record import FlightRecorder, RecordedWorkers, read_aboard
+from quire.engine.host.flight_record import FlightRecorder, RecordedWorkers, read_flight_record
 from quire.engine.states import PROCESS_TRANSITIONS, ProcessState, StateMachine
 from quire.machine import num_memory_kills
 from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, SamplingParams, StepOutput
 
 BUDGET = SupervisorLimits(max_restarts=3, window=1000.0, hang_timeout=1000.0, max_memory=None, on_memory="same")
-READY = wire.Ready(
+READY = wire.EngineReady(
     100, 64, [2], {}, "m", "float32", {"groups": [{"kind": "paged", "units": 100, "page_tokens": 4}]}, {}
 )
 
@@ -464,10 +464,10 @@ def test_deadlines_hold_while_there_is_no_engine() -> None:
 def test_a_check_is_answered_by_its_number_and_fails_with_the_engine() -> None:
     async def play(rig: Rig) -> None:
         asked = asyncio.create_task(rig.supervisor.check())
-        await rig.until(lambda: any(isinstance(m, wire.Check) for m in rig.link.sent))
-        number = next(m.number for m in rig.link.sent if isinstance(m, wire.Check))
-        rig.link._news.put_nowait(wire.Checked(number + 1, None, 0, 0))
-        rig.link._news.put_nowait(wire.Checked(number, "2 units are held by nobody.", 0, 2))
+        await rig.until(lambda: any(isinstance(m, wire.IntegrityCheck) for m in rig.link.sent))
+        number = next(m.number for m in rig.link.sent if isinstance(m, wire.IntegrityCheck))
+        rig.link._news.put_nowait(wire.IntegrityReport(number + 1, None, 0, 0))
+        rig.link._news.put_nowait(wire.IntegrityReport(number, "2 units are held by nobody.", 0, 2))
         assert (await asked).num_leaked == 2
         assert rig.supervisor.errors.newest()[0].kind == "check"
         asked = asyncio.create_task(rig.supervisor.check())
@@ -492,14 +492,14 @@ def test_the_flight_record_names_who_is_in_a_step_and_nobody_else(tmp_path: Path
 
     class Ticket:
         def wait(self) -> StepOutput:
-            assert read_aboard(path) == {"a", "b"}
+            assert read_flight_record(path) == {"a", "b"}
             return StepOutput(1, [])
 
     class Device:
         broken = False
 
         def forward(self, plan: Plan) -> Plan:
-            assert read_aboard(path) == {"a", "b"}
+            assert read_flight_record(path) == {"a", "b"}
             if self.broken:
                 raise RuntimeError
             return plan
@@ -515,18 +515,18 @@ def test_the_flight_record_names_who_is_in_a_step_and_nobody_else(tmp_path: Path
     device = Device()
     workers = RecordedWorkers(device, FlightRecorder(path, 8))
     plan = Plan(1, [PlanRow("a", 0, 0, 1, 0, True), PlanRow("b", 1, 0, 1, 0, True)])
-    assert read_aboard(path) == set()
+    assert read_flight_record(path) == set()
     workers.sample(workers.forward(plan)).wait()
-    assert read_aboard(path) == set()
+    assert read_flight_record(path) == set()
     workers.forward(plan)  # given up between forward and sample: a mask could not be filled
     plan.step = 2
     workers.sample(workers.forward(plan)).wait()
-    assert read_aboard(path) == set(), "what was given up does not stay aboard"
+    assert read_flight_record(path) == set(), "what was given up does not stay aboard"
     device.broken = True
     with pytest.raises(RuntimeError):
         workers.forward(plan)
-    assert read_aboard(path) == set(), "an error the engine survives is not its death"
+    assert read_flight_record(path) == set(), "an error the engine survives is not its death"
     for torn in (b"", b"\xff\xff\xff\xff", b"\x02\0\0\0abc"):
         path.write_bytes(torn)
-        assert read_aboard(path) == set()
-    assert read_aboard(tmp_path / "absent") == set()
+        assert read_flight_record(path) == set()
+    assert read_flight_record(tmp_path / "absent") == set()

@@ -97,16 +97,16 @@ def test_a_trace_goes_on_in_the_next_life_of_the_engine(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("of another run")
     FileTracer(path).close()
-    second = FileTracer(path, life=2)
+    second = FileTracer(path, engine_number=2)
     second.note("two")
     second.close()
-    third = FileTracer(path, life=3)
+    third = FileTracer(path, engine_number=3)
     third.note("three")
     third._file.flush()
     del third  # killed
     with open(path, "a") as file:
         file.write('{"name": "cut o')
-    fourth = FileTracer(path, life=4)
+    fourth = FileTracer(path, engine_number=4)
     fourth.note("four")
     fourth.close()
     events = json.loads(path.read_text())
@@ -116,8 +116,8 @@ def test_a_trace_goes_on_in_the_next_life_of_the_engine(tmp_path: Path) -> None:
     times = [event["ts"] for event in events if "ts" in event]
     assert times == sorted(times), "one clock for all of them"
     path.unlink()
-    FileTracer(path, life=5).close()
+    FileTracer(path, engine_number=5).close()
     assert len(json.loads(path.read_text())) == 2
     path.write_bytes(b"")
-    FileTracer(path, life=6).close()
+    FileTracer(path, engine_number=6).close()
     assert len(json.loads(path.read_text())) == 2

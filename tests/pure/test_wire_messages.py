@@ -88,7 +88,7 @@ def test_the_bounds_of_a_delta_hold_on_the_way() -> None:
 
 
 def test_a_beat_and_a_failure_survive_the_way() -> None:
-    beat = wire.Beat(steps=3, running=2, groups=[wire.Group("full", 10, 9)])
+    beat = wire.Beat(steps=3, running=2, groups=[wire.GroupUsage("full", 10, 9)])
     assert wire.decode_from_engine(wire.encode(beat)) == beat
     failed = wire.decode_from_engine(wire.encode(wire.Failed("code", "what", "hint", "param")))
     assert isinstance(failed, wire.Failed) and str(failed.error()) == "what hint" and failed.error().param == "param"

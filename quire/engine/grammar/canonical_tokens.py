@@ -19,7 +19,7 @@ MAX_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _EncodedText:
     """A long text with its tokens."""
 
     raw: bytes
@@ -48,7 +48,7 @@ class CanonicalTokens:
         self._lock = threading.Lock()
         self._by_bytes: dict[bytes, int] = {}  # filled when it is first needed
         self._longest = 0
-        self._kept: deque[_Written] = deque(maxlen=MAX_KEPT)
+        self._kept: deque[_EncodedText] = deque(maxlen=MAX_KEPT)
 
     def __call__(self, text: bytes | str) -> list[int]:
         raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -61,7 +61,7 @@ class CanonicalTokens:
         ids = self._write(raw)
         starts = [0, *accumulate(len(self._tokens[token_id]) for token_id in ids)]
         if starts[-1] == len(raw):
-            self._kept.append(_Written(raw, ids, starts))
+            self._kept.append(_EncodedText(raw, ids, starts))
         return ids
 
     def _write(self, raw: bytes) -> list[int]:

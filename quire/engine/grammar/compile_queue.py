@@ -24,8 +24,8 @@ class _Waiting:
     until: float
 
 
-class GrammarDesk:
-    """One thread's, the loop's; only `settle` is for any."""
+class GrammarQueue:
+    """One thread's, the loop's; only `compile_all` is for any."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class GrammarDesk:
         self._waiting[request.id] = _Waiting(request, grammar, self._clock() + self._deadline)
         return True
 
-    def settle(self, requests: Iterable[Request]) -> None:
+    def compile_all(self, requests: Iterable[Request]) -> None:
         """Compile now and wait for it: for a caller that turns the loop itself. Raises what is wrong with a grammar."""
         for request in requests:
             if isinstance(request.grammar, GrammarSpec):

@@ -25,7 +25,7 @@ from quire.engine.grammar.source import (
     explain_schema,
     library_grammar,
 )
-from quire.engine.grammar.vocabulary import Vocabulary, one_token_mask, with_token
+from quire.engine.grammar.vocabulary import GrammarVocabulary, one_token_mask, with_token
 from quire.engine.reasoning_watch import ReasoningWatch
 from quire.types import GrammarSpec, Plan, QuireError, Request
 
@@ -42,7 +42,7 @@ class Grammar:
     """Where one request stands in its grammar. Follows the request's tokens, and finds its way back when asked about
     fewer of them, or others: a replay costs a replay, never a wrong mask."""
 
-    def __init__(self, initial: Any, vocabulary: Vocabulary, spec: GrammarSpec):
+    def __init__(self, initial: Any, vocabulary: GrammarVocabulary, spec: GrammarSpec):
         """`initial`: the library's matcher at its start; None: nothing binds, it is there for its budget."""
         self._initial = initial  # never advanced: every request and every replay starts from a copy
         self._vocabulary = vocabulary
@@ -160,7 +160,7 @@ class GrammarCompiler:
     ):
         """`tokenizer_bytes`: the bytes of each id; `vocab_size`: how many logits the model has, if more; `encode`: the
         model's own tokens of a text inside another, for text that is forced."""
-        self._vocabulary = Vocabulary(tokenizer_bytes, eos_ids, special_ids, vocab_size, encode)
+        self._vocabulary = GrammarVocabulary(tokenizer_bytes, eos_ids, special_ids, vocab_size, encode)
         self._max_chars = max_chars
         self._max_cached = max_cached
         self._max_pending = max_pending

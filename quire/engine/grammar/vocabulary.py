@@ -10,7 +10,7 @@ from quire.engine.grammar.canonical_tokens import CanonicalTokens, Encode
 from quire.types import QuireError
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """Shared by all grammars of a model. The library's part is built on first use, by one thread."""
 
     def __init__(

@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.engine.grammar.compile_queue import GrammarDesk
-from quire.engine.host.wire import MAX_TEXT, Check, Checked
+from quire.engine.grammar.compile_queue import GrammarQueue
+from quire.engine.host.wire import MAX_TEXT, IntegrityCheck, IntegrityReport
 from quire.engine.loop import Engine, StepFault
 from quire.types import Delta, FinishReason, QuireError, Request, Usage, is_out_of_memory
 
-DESK_SECONDS = 0.02  # messages wait at most so long while nothing but a grammar is being worked on
+GRAMMAR_WAIT_SECONDS = 0.02  # messages wait at most so long while nothing but a grammar is being worked on
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Stop:
     """Stop after the turn under way; what is open then ends as cancelled."""
 
 
-Message = Request | Cancel | Stop | Check
-Report = StepFault | Checked
+Message = Request | Cancel | Stop | IntegrityCheck
+Report = StepFault | IntegrityReport
 
 
 class Mailbox(Protocol):
@@ -50,11 +50,11 @@ class Mailbox(Protocol):
 
 
 class EngineDriver:
-    def __init__(self, engine: Engine, mailbox: Mailbox, desk: GrammarDesk | None = None):
-        """`desk`: where requests wait for their grammars; without one the engine takes requests without grammar."""
+    def __init__(self, engine: Engine, mailbox: Mailbox, grammars: GrammarQueue | None = None):
+        """`grammars`: where requests wait for their grammars; without one the engine takes requests without grammar."""
         self._engine = engine
         self._mailbox = mailbox
-        self._desk = desk
+        self._grammars = grammars
         self._open: set[str] = set()
         self.failure: QuireError | None = None  # why it stopped, once it has
 
@@ -67,8 +67,8 @@ class EngineDriver:
                     self._engine.turn(self._send)
                     for fault in self._engine.take_faults():
                         self._mailbox.report(fault)
-                elif self._desk is not None and len(self._desk):
-                    self._desk.wait(DESK_SECONDS)
+                elif self._grammars is not None and len(self._grammars):
+                    self._grammars.wait(GRAMMAR_WAIT_SECONDS)
                 else:
                     self._engine.do_chore()  # a moment with nobody to wait for it
             self._cancel_all()
@@ -94,7 +94,7 @@ class EngineDriver:
                 return False
             if isinstance(message, Cancel):
                 self._cancel(message.request_id)
-            elif isinstance(message, Check):
+            elif isinstance(message, IntegrityCheck):
                 self._mailbox.report(check_engine(self._engine, message.number))
             else:
                 self._take(message)
@@ -103,14 +103,14 @@ class EngineDriver:
     @property
     def _num_compiling(self) -> int:
         """Requests that wait for their grammars."""
-        return 0 if self._desk is None else len(self._desk)
+        return 0 if self._grammars is None else len(self._grammars)
 
     def _take(self, request: Request) -> None:
         try:
-            if self._desk is None and request.grammar is not None:
+            if self._grammars is None and request.grammar is not None:
                 raise QuireError("no_grammar", "This engine can't enforce a schema, pattern or tool choice.")
             self._open.add(request.id)
-            if self._desk is None or not self._desk.take(request):
+            if self._grammars is None or not self._grammars.take(request):
                 self._engine.add(request)
         except QuireError as error:
             self._refuse(request, error)
@@ -120,7 +120,7 @@ class EngineDriver:
 
     def _admit_compiled(self) -> None:
         """Whoever waited for a grammar and has it now, or learns why there is none."""
-        for request, error in self._desk.ready() if self._desk is not None else ():
+        for request, error in self._grammars.ready() if self._grammars is not None else ():
             try:
                 if error is not None:
                     raise error
@@ -129,7 +129,7 @@ class EngineDriver:
                 self._refuse(request, refusal)
 
     def _cancel(self, request_id: str) -> None:
-        request = self._desk.drop(request_id) if self._desk is not None else None
+        request = self._grammars.drop(request_id) if self._grammars is not None else None
         if request is None:
             self._engine.cancel(request_id)
         else:
@@ -160,13 +160,13 @@ def _failure(error: BaseException) -> QuireError:
     return QuireError(code, what, "Start it again; QUIRE_DEBUG=1 shows where it failed.")
 
 
-def tell_all(open_ids: Sequence[str], failure: QuireError) -> list[Delta]:
+def failure_deltas(open_ids: Sequence[str], failure: QuireError) -> list[Delta]:
     """The last news of requests whose engine broke and who have no other."""
     what, code = str(failure), failure.code
     return [Delta(name, finish_reason=FinishReason.ERROR, error=what, error_code=code) for name in open_ids]
 
 
-def check_engine(engine: Engine, number: int = 0) -> Checked:
+def check_engine(engine: Engine, number: int = 0) -> IntegrityReport:
     """Prove that every row, page and lease is accounted for; between turns only."""
     scheduler = engine.scheduler
     problem = None
@@ -178,4 +178,4 @@ def check_engine(engine: Engine, number: int = 0) -> Checked:
     if leaked and problem is None:
         problem = f"{leaked} units are held by nobody."
     problem = None if problem is None else problem[:MAX_TEXT]
-    return Checked(number, problem, len(scheduler.requests), leaked)
+    return IntegrityReport(number, problem, len(scheduler.requests), leaked)

@@ -30,7 +30,7 @@ class FlightRecorder:
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
 
-    def aboard(self, ids: Sequence[str]) -> None:
+    def write(self, ids: Sequence[str]) -> None:
         """These are in the steps under way; none: nothing is."""
         self._map[: _HEAD.size] = _HEAD.pack(0)  # torn in the middle it names nobody rather than the wrong ones
         if ids:
@@ -48,7 +48,7 @@ def flight_path(address: str) -> Path:
     return Path(address.removeprefix("ipc://") + ".flight")
 
 
-def read_aboard(path: Path) -> set[str]:
+def read_flight_record(path: Path) -> set[str]:
     """Who was aboard when the writer ended; nobody if there is no readable record."""
     try:
         content = path.read_bytes()
@@ -66,28 +66,28 @@ class RecordedWorkers:
     def __init__(self, inner: Workers, recorder: FlightRecorder):
         self._inner = inner
         self._recorder = recorder
-        self._under_way: StepQueue[Plan] = StepQueue()
+        self._in_flight: StepQueue[Plan] = StepQueue()
 
     def forward(self, plan: Plan) -> Any:
-        self._under_way.put(plan, plan.step)
-        self._note()
+        self._in_flight.put(plan, plan.step)
+        self._write()
         try:
-            return _Flying(plan, self._inner.forward(plan))
+            return _RecordedForward(plan, self._inner.forward(plan))
         except BaseException:
             self.clear()
             raise
 
     def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Ticket:
         try:
-            return _Recorded(self, forward.plan, self._inner.sample(forward.inner, masks))
+            return _RecordedTicket(self, forward.plan, self._inner.sample(forward.inner, masks))
         except BaseException:
             self.clear()
             raise
 
-    def landed(self, plan: Plan) -> None:
-        """Steps run in order: what was planned before it has landed too, or was given up between two calls."""
-        self._under_way.take_committed(plan.step)
-        self._note()
+    def committed(self, plan: Plan) -> None:
+        """Steps run in order: what was planned before it has committed too, or was given up between two calls."""
+        self._in_flight.take_committed(plan.step)
+        self._write()
 
     def chores(self) -> Iterator[None]:
         return self._inner.chores()
@@ -96,23 +96,23 @@ class RecordedWorkers:
         self._inner.close()
         self._recorder.close()
 
-    def _note(self) -> None:
-        self._recorder.aboard([row.request_id for plan in self._under_way for row in plan.rows])
+    def _write(self) -> None:
+        self._recorder.write([row.request_id for plan in self._in_flight for row in plan.rows])
 
     def clear(self) -> None:
         """A step failed in a way the engine survives: it drops every step in flight and starts afresh."""
-        self._under_way.clear()
-        self._note()
+        self._in_flight.clear()
+        self._write()
 
 
 @dataclass(frozen=True, slots=True)
-class _Flying:
+class _RecordedForward:
     plan: Plan
     inner: Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedTicket:
     workers: RecordedWorkers
     plan: Plan
     inner: Ticket
@@ -123,5 +123,5 @@ class _Recorded:
         except BaseException:
             self.workers.clear()
             raise
-        self.workers.landed(self.plan)
+        self.workers.committed(self.plan)
         return output

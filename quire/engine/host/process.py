@@ -18,7 +18,7 @@ import zmq
 
 from quire.config import Config
 from quire.config_build import override_config
-from quire.engine.grammar.compile_queue import GrammarDesk
+from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.host import wire
 from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, check_engine
 from quire.engine.host.flight_record import FlightRecorder, RecordedWorkers, flight_path
@@ -38,8 +38,8 @@ class Built:
     """What the entry of an engine process makes of a config."""
 
     engine: Engine
-    ready: wire.Ready
-    desk: GrammarDesk | None = None
+    ready: wire.EngineReady
+    grammars: GrammarQueue | None = None
 
 
 Build = Callable[[Config], Built]
@@ -55,7 +55,7 @@ class Socket(Protocol):
 
 def run_engine_process(address: str, build: Build, wrap_socket: Callable[[Any], Socket] = lambda socket: socket) -> int:
     """The whole life of the engine process; returns its exit code."""
-    _leave_with_parent()
+    _exit_with_parent()
     context = zmq.Context()
     raw = context.socket(zmq.PAIR)
     raw.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)
@@ -64,21 +64,21 @@ def run_engine_process(address: str, build: Build, wrap_socket: Callable[[Any], 
     raw.connect(address)
     socket = Channel(wrap_socket(raw))
     try:
-        config, life = _first_config(socket)
-        tracer = FileTracer(config.engine.trace, life) if config.engine.trace else None
+        config, engine_number = _receive_config(socket)
+        tracer = FileTracer(config.engine.trace, engine_number) if config.engine.trace else None
         built = build(replace(config, engine=replace(config.engine, trace=None)))
         built.engine.tracer = tracer or built.engine.tracer
         recorder = FlightRecorder(flight_path(address), 4 * built.engine.scheduler.limits.max_rows)
         built.engine.wrap(lambda workers: RecordedWorkers(workers, recorder))
         socket.send(built.ready)
-        driver = EngineDriver(built.engine, SocketMailbox(socket, built.engine), built.desk)
+        driver = EngineDriver(built.engine, SocketMailbox(socket, built.engine), built.grammars)
         driver.run()
         if driver.failure is not None and driver.failure.code != "engine_closed":
-            _say_failed(socket, driver.failure)
+            _send_failed(socket, driver.failure)
             return 1
         return 0
     except QuireError as error:
-        _say_failed(socket, error)
+        _send_failed(socket, error)
         return 1
     except Exception as error:
         if os.environ.get("QUIRE_DEBUG", "0") not in ("", "0"):
@@ -86,7 +86,7 @@ def run_engine_process(address: str, build: Build, wrap_socket: Callable[[Any], 
 
             traceback.print_exc()
         what = f"The engine failed to start: {type(error).__name__}: {error}."
-        _say_failed(socket, QuireError("engine_failed", what, "Set QUIRE_DEBUG=1 for the traceback."))
+        _send_failed(socket, QuireError("engine_failed", what, "Set QUIRE_DEBUG=1 for the traceback."))
         return 1
     finally:
         context.destroy()
@@ -103,9 +103,9 @@ def ready_message(
     defaults: Mapping[str, Any],
     memory: Mapping[str, Any],
     lower: Mapping[str, Any],
-) -> wire.Ready:
+) -> wire.EngineReady:
     limits = asdict(engine.scheduler.limits)
-    return wire.Ready(
+    return wire.EngineReady(
         vocab_size, max_len, list(eos_ids), dict(defaults), model, dtype, dict(memory), limits, dict(lower)
     )
 
@@ -179,7 +179,7 @@ class SocketMailbox:
             return [Cancel(name) for name in message.ids]
         if isinstance(message, wire.StopEngine):
             return [Stop()]
-        if isinstance(message, wire.Check):
+        if isinstance(message, wire.IntegrityCheck):
             return [message]
         raise QuireError("bad_message", "The engine was told to start a second time.")
 
@@ -228,7 +228,9 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         evicted_units=cache.stats.evicted_units,
         busy_seconds=busy_seconds,
         groups=[
-            wire.Group(spec.group, pool.num_units - 1, cache.available(group), cache.available(group) - pool.num_free)
+            wire.GroupUsage(
+                spec.group, pool.num_units - 1, cache.available(group), cache.available(group) - pool.num_free
+            )
             for group, (spec, pool) in enumerate(zip(cache.specs, cache.pools, strict=True))
         ],
         rows=stats.rows,
@@ -242,7 +244,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
     )
 
 
-def _first_config(socket: Channel) -> tuple[Config, int]:
+def _receive_config(socket: Channel) -> tuple[Config, int]:
     """What to run, and which life of the server's engine this is."""
     socket.wait(START_SECONDS)
     message = socket.receive()
@@ -250,17 +252,17 @@ def _first_config(socket: Channel) -> tuple[Config, int]:
         raise QuireError("engine_failed", f"Nobody told the engine what to run within {START_SECONDS:.0f} s.")
     if not isinstance(message, wire.Start):
         raise QuireError("bad_message", "The engine's first message was not the one that starts it.")
-    return override_config(Config(), message.settings), message.life
+    return override_config(Config(), message.settings), message.engine_number
 
 
-def _say_failed(socket: Channel, error: QuireError) -> None:
+def _send_failed(socket: Channel, error: QuireError) -> None:
     try:
         socket.send(wire.Failed(error.code, error.what[: wire.MAX_TEXT], error.hint, error.param))
     except zmq.ZMQError:  # nobody listens any more; the exit code still tells
         print(f"quire engine: {error}", file=sys.stderr)
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     """The end of stdin is the end of the parent, however it ended; an engine without one is of no use."""
 
     def watch() -> None:

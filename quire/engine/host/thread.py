@@ -10,8 +10,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from quire.engine.grammar.compile_queue import GrammarDesk
-from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, tell_all
+from quire.engine.grammar.compile_queue import GrammarQueue
+from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, failure_deltas
 from quire.engine.loop import Engine
 from quire.types import Delta, QuireError, Request
 
@@ -19,9 +19,9 @@ Outbox = Callable[[list[Delta]], None]
 
 
 class EngineThread:
-    def __init__(self, engine: Engine, outbox: Outbox, desk: GrammarDesk | None = None):
+    def __init__(self, engine: Engine, outbox: Outbox, grammars: GrammarQueue | None = None):
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._driver = EngineDriver(engine, _QueueMailbox(self._inbox, outbox), desk)
+        self._driver = EngineDriver(engine, _QueueMailbox(self._inbox, outbox), grammars)
         self._thread = threading.Thread(target=self._driver.run, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -54,4 +54,4 @@ class _QueueMailbox:
         """The trace has it already; there is no operator here."""
 
     def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
-        self.send(tell_all(open_ids, failure))
+        self.send(failure_deltas(open_ids, failure))

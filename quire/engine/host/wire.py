@@ -37,7 +37,7 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     """The first message: every setting that is not at its default. A secret travels here, never on a command line."""
 
     settings: dict[str, Any]
-    life: int = 1  # how many engines of this server there are with this one
+    engine_number: int = 1  # how many engines of this server there are with this one
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
@@ -71,19 +71,19 @@ class StopEngine(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     pass
 
 
-class Check(msgspec.Struct, tag="check", array_like=True, frozen=True):
-    """Look whether every page, row and lease is accounted for; `Checked` with the same number answers."""
+class IntegrityCheck(msgspec.Struct, tag="check", array_like=True, frozen=True):
+    """Look whether every page, row and lease is accounted for; `IntegrityReport` with the same number answers."""
 
     number: int
 
 
-ToEngine = Start | Submit | CancelMany | StopEngine | Check
+ToEngine = Start | Submit | CancelMany | StopEngine | IntegrityCheck
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From the engine
 
 
-class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+class EngineReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     """The engine is up: what the other side must know to validate requests and to describe the model."""
 
     vocab_size: int
@@ -113,7 +113,7 @@ class Deltas(msgspec.Struct, tag="deltas", array_like=True, frozen=True):
     deltas: Annotated[list[Delta], Meta(max_length=MAX_BATCH)]
 
 
-class Group(msgspec.Struct, array_like=True, frozen=True):
+class GroupUsage(msgspec.Struct, array_like=True, frozen=True):
     name: str
     num_units: int
     num_available: int  # free, or held by the prefix tree alone
@@ -135,7 +135,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     hit_tokens: int = 0
     evicted_units: int = 0
     busy_seconds: float = 0.0  # in turns of the loop since the start
-    groups: list[Group] = []
+    groups: list[GroupUsage] = []
     rows: int = 0
     prompt_rows: int = 0
     prompt_tokens: int = 0
@@ -154,14 +154,14 @@ class Fault(msgspec.Struct, tag="fault", array_like=True, frozen=True):
     ids: Annotated[list[RequestId], Meta(max_length=MAX_BATCH)] = []
 
 
-class Checked(msgspec.Struct, tag="checked", array_like=True, frozen=True):
+class IntegrityReport(msgspec.Struct, tag="checked", array_like=True, frozen=True):
     number: int
     problem: Text | None
     num_requests: int
     num_leaked: int  # units held by nobody's request and not by the prefix tree either
 
 
-FromEngine = Ready | Failed | Deltas | Beat | Fault | Checked
+FromEngine = EngineReady | Failed | Deltas | Beat | Fault | IntegrityReport
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Frames

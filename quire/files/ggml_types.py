@@ -1,7 +1,4 @@
-"""The element types a GGUF tensor may have, and how many bytes a block of each takes.
-
-Facts of the format, kept apart so that the reader and the loader share one table.
-"""
+"""The element types of GGUF tensors and the size of their blocks, for the GGUF reader and the model loader."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from enum import IntEnum
 
 
 class GGMLType(IntEnum):
-    """The number is what stands in the file; `block_size` elements lie together in `block_bytes` bytes."""
+    """The value is the type's number in the file; a block has `block_size` elements in `block_bytes` bytes."""
 
     block_size: int
     block_bytes: int
@@ -56,5 +53,5 @@ class GGMLType(IntEnum):
     NVFP4 = 40, 64, 36
 
     def num_bytes(self, num_elements: int) -> int:
-        """Bytes of `num_elements` elements; they must fill whole blocks."""
+        """Returns the bytes of `num_elements` elements, a multiple of the block size."""
         return num_elements // self.block_size * self.block_bytes

@@ -1,8 +1,8 @@
-"""Reads the GGUF container (versions 2 and 3, little-endian) through a memory map, trusting nothing it says.
+"""Reads the GGUF container (versions 2 and 3, little-endian) through a memory map, as untrusted input.
 
-Every count, length, type and offset is held against the file's size before it is used, so a truncated or lying file is
-one clear `bad_gguf` error and never a crash or a runaway allocation. The model loader and the tokenizer builder call
-`open_gguf`; what the metadata means is theirs to know.
+Every count, length, type and offset is checked against the file's size before use. A truncated or malicious file is a
+`bad_gguf` error, never a crash or an unbounded allocation. The model loader and the tokenizer builder call `open_gguf`
+and interpret the metadata.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.types import QuireError
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
-# Far above any real model, far below what hurts: a lying file is stopped here even when its size would allow more.
+# Limits far above any real model, for malicious files whose size would allow more.
 MAX_HEADER_BYTES = 1 << 30
 MAX_STRING_BYTES = 1 << 26
 MAX_ARRAY_ITEMS = 1 << 23  # all arrays of a file together
@@ -34,7 +34,7 @@ MAX_DIMS = 4
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_NUMBERS = {  # value type in the file -> how it is packed
+_NUMBERS = {  # value type in the file -> binary format
     0: struct.Struct("<B"),
     1: struct.Struct("<b"),
     2: struct.Struct("<H"),
@@ -48,12 +48,14 @@ _NUMBERS = {  # value type in the file -> how it is packed
     12: struct.Struct("<d"),
 }
 _TENSOR_TYPES = {int(member): member for member in GGMLType}
-_MIN_METADATA_BYTES = 8 + 4 + 1  # key length, value type, the smallest value
+_MIN_METADATA_BYTES = 8 + 4 + 1  # key length, value type, smallest value
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8  # name length, number of dimensions, type, offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GGUFTensor:
+    """One tensor of an open file."""
+
     name: str
     shape: tuple[int, ...]  # torch order: the last dimension is contiguous
     type: GGMLType
@@ -66,7 +68,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GGUFFile:
-    """An open file: the tensors' bytes are views of its map, which lives as long as any of them does."""
+    """An open file. The tensors' bytes are views of its memory map, which stays open as long as one of them exists."""
 
     path: Path
     version: int
@@ -75,23 +77,23 @@ class GGUFFile:
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Map the file, read its metadata and tensor table, and check all of it."""
+    """Maps the file; reads and checks its metadata and tensor table."""
     try:
         found = os.stat(path)
     except OSError:
-        return _Reader(Path(path)).read()  # it knows what to say
+        return _Reader(Path(path)).read()  # raises the right error
     return _open_once(Path(path), found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
 def _open_once(path: Path, *version: int) -> GGUFFile:
-    """A start reads the tokenizer and then the weights: a vocabulary takes a third of a second, so it is read once."""
+    """Reads a file once, although tokenizer and loader both open it: a vocabulary takes a third of a second."""
     return _Reader(path).read()
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorInfo:
-    """One line of the tensor table, before its place in the file has been checked."""
+    """One entry of the tensor table, before the check of its offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -108,7 +110,7 @@ class _TensorInfo:
 
 
 class _Reader:
-    """A cursor over the mapped header. Each `_take` moves it only after the bytes are known to be there."""
+    """A cursor over the mapped header. `_take` checks that bytes exist before it moves the cursor."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -118,10 +120,10 @@ class _Reader:
         self.items_left = MAX_ARRAY_ITEMS
 
     def _fail(self, reason: str) -> NoReturn:
-        reason = reason if len(reason) < 400 else reason[:400] + "…"  # names in the file may be megabytes long
+        reason = reason if len(reason) < 400 else reason[:400] + "…"  # a name in the file may have megabytes
         raise QuireError("bad_gguf", f"{self.path} is not a usable GGUF file: {reason}.", "Fetch or convert it again.")
 
-    # -- the file, top to bottom
+    # -- sections of the file, in order
 
     def read(self) -> GGUFFile:
         version, num_tensors, num_metadata = self._read_head()
@@ -193,7 +195,7 @@ class _Reader:
         return items.tolist()
 
     def _string_array(self, key: str, num_items: int) -> list[str]:
-        # A vocabulary has hundreds of thousands of these: the loop works on locals and checks with one comparison.
+        # A vocabulary has hundreds of thousands of strings, so the loop uses locals and one comparison per string.
         items: list[str] = []
         buffer, unpack, position = self.map, _U64.unpack_from, self.position
         limit = min(self.size, MAX_HEADER_BYTES)
@@ -212,7 +214,7 @@ class _Reader:
         return items
 
     def _read_tensor_table(self, num_tensors: int) -> list[_TensorInfo]:
-        self._check_count("tensors", num_tensors, _MIN_TENSOR_BYTES)  # again: metadata has taken its share
+        self._check_count("tensors", num_tensors, _MIN_TENSOR_BYTES)  # again, for the bytes left after the metadata
         infos: list[_TensorInfo] = []
         names: set[str] = set()
         for index in range(num_tensors):
@@ -259,7 +261,7 @@ class _Reader:
             previous = info
         file_bytes = np.frombuffer(self.map, np.uint8)
         tensors = {}
-        for info in infos:  # in the file's own order
+        for info in infos:  # in the order of the file
             data = file_bytes[data_start + info.offset : data_start + info.end]
             tensors[info.name] = GGUFTensor(info.name, info.shape, info.type, data)
         return tensors
@@ -267,7 +269,7 @@ class _Reader:
     # -- single values
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """Move past `num_bytes` that are known to exist; returns where they begin."""
+        """Checks that `num_bytes` exist, moves past them and returns their start."""
         start = self.position
         if start + num_bytes > min(self.size, MAX_HEADER_BYTES):
             self._fail(f"{what} runs past the end of the {self._end_word(start + num_bytes)}")
@@ -298,7 +300,7 @@ class _Reader:
 
 def _map_file(path: Path, fail: Callable[[str], NoReturn]) -> mmap.mmap:
     try:
-        # Non-blocking, so that a pipe given by mistake is an error and not a wait.
+        # Non-blocking, so that opening a pipe by mistake is an error and does not wait.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         fail(f"it cannot be opened ({error.strerror})")

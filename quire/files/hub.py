@@ -1,7 +1,7 @@
-"""Brings the files of a hub repository into the store: one commit, one folder, only what Quire reads.
+"""Downloads the files of a hub repository that Quire reads into the store, in one folder per commit.
 
-`source` calls `fetch_repo`, `builtin` calls `download_file`. Which files a commit has and how they hash is kept beside
-them, so that a repository fetched once resolves without a network.
+`source` calls `fetch_repo`, `builtin` calls `download_file`. The listing of a commit is stored beside its files, so
+that a repository that was fetched once resolves without a network.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from quire.files.web import Refused, Unreachable, WebClient
 from quire.types import QuireError
 
 MAX_NAMES_SHOWN = 12
-# Everything a model folder needs beside its weights. Pickled weights (.bin, .pth) are never fetched.
+# Files of a model folder besides the weights. Pickled weights (.bin, .pth) are never downloaded.
 FOLDER_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
     "hf_quant_config.json", "quantize_config.json",
 )  # fmt: skip
-EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json")  # a model answers without them
+EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json")  # optional
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>.+\.gguf)|:(?P<quant>[A-Za-z0-9_.-]+))?", re.DOTALL)
@@ -39,7 +39,7 @@ _SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class HubRef:
-    """`owner/name`, perhaps with one GGUF chosen by its path (`owner/name/file.gguf`) or kind (`owner/name:Q4_K_M`)."""
+    """A repository, optionally with a GGUF file by path (`owner/name/file.gguf`) or by type (`owner/name:Q4_K_M`)."""
 
     repo: str
     file: str | None = None
@@ -47,10 +47,12 @@ class HubRef:
 
     @property
     def key(self) -> str:
+        """Name of the repository's folder in the store."""
         return self.repo.replace("/", "--")
 
 
 def parse_hub_id(text: str) -> HubRef | None:
+    """Returns the reference in a hub id; None if the text is not one."""
     match = _HUB_ID.fullmatch(text)
     if match is None or ".." in match["repo"] or "--" in match["repo"]:
         return None
@@ -60,12 +62,14 @@ def parse_hub_id(text: str) -> HubRef | None:
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether a repository's file name stays inside the folder it is joined to, on any system."""
+    """Whether a file name of a repository stays inside the folder it is joined to, on any system."""
     return name.isprintable() and "\\" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 @dataclass(frozen=True, slots=True)
 class RepoListing:
+    """The files of one commit."""
+
     commit: str
     files: dict[str, RemoteFile]
 
@@ -73,7 +77,7 @@ class RepoListing:
 def fetch_repo(
     ref: HubRef, revision: str | None, settings: HubSettings, progress: Progress, with_weights: bool = True
 ) -> tuple[Path, str]:
-    """The model's folder or GGUF file in the store, and its commit; missing files are fetched first."""
+    """Returns the model's folder or GGUF file in the store, and its commit, after downloading missing files."""
     revision = revision or "main"
     if not re.fullmatch(r"[\w./+-]{1,200}", revision) or revision.strip(".") == "":
         raise QuireError(
@@ -95,17 +99,17 @@ def fetch_repo(
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """One commit of one repository: what it lists, and the folder its files come into."""
+    """One commit of a repository, with its listing and the folder of its files."""
 
     ref: HubRef
     listing: RepoListing
     settings: HubSettings
     progress: Progress
-    unreachable: QuireError | None  # why the hub could not be asked, when the listing is an old one
+    unreachable: QuireError | None  # why the listing is a stored one; None: it is current
 
     @classmethod
     def find(cls, ref: HubRef, revision: str, settings: HubSettings, progress: Progress) -> _Snapshot:
-        """Ask the hub which commit the revision is; where it is out of reach, what it was when last fetched."""
+        """Resolves a revision to a commit through the hub; if it is unreachable, from the last download."""
         known = _load_listing(_repo_dir(ref), revision)
         if known is not None and known.commit == revision:
             return cls(ref, known, settings, progress, None)  # a commit never changes
@@ -124,10 +128,11 @@ class _Snapshot:
 
     @property
     def folder(self) -> Path:
+        """Folder of the commit's files in the store."""
         return _repo_dir(self.ref) / self.listing.commit
 
     def ensure(self, names: list[str]) -> None:
-        """Fetch those of the files that are not there in full size."""
+        """Downloads the files that are missing or incomplete."""
         missing = [name for name in names if not self._is_here(name)]
         if not missing:
             return
@@ -145,7 +150,7 @@ class _Snapshot:
                 download_file(self.settings, self.ref.repo, self.listing.commit, remote, target, self.progress)
 
     def _is_here(self, name: str) -> bool:
-        """A file has its name only once it was whole and checked, so its size is enough from then on."""
+        """Whether a file is complete. It gets its name only after verification, so a check of its size is enough."""
         try:
             size = (self.folder / name).stat().st_size
         except OSError:
@@ -153,6 +158,7 @@ class _Snapshot:
         return self.listing.files[name].size in (None, size)
 
     def weight_files(self) -> list[str]:
+        """Returns the names of the weight files, after downloading the index if there is one."""
         files = self.listing.files
         if INDEX_NAME in files:
             self.ensure([INDEX_NAME])
@@ -167,7 +173,7 @@ class _Snapshot:
         return names
 
     def remember(self, revision: str) -> None:
-        """Written last, so that a revision known here is one whose files are here."""
+        """Stores listing and revision. Called last, so that a stored revision has all of its files."""
         listing = self.listing
         files = {name: [remote.size, remote.sha256] for name, remote in sorted(listing.files.items())}
         folder = _repo_dir(self.ref)
@@ -195,16 +201,16 @@ def _load_listing(folder: Path, revision: str) -> RepoListing | None:
         entries = json.loads((folder / "listings" / f"{commit}.json").read_bytes())
         files = {name: RemoteFile(name, size, sha256) for name, (size, sha256) in entries.items() if is_safe_name(name)}
     except (OSError, ValueError, TypeError, AttributeError):
-        return None  # as good as never fetched
+        return None  # unusable, so the repository counts as not fetched
     return RepoListing(commit, files)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Choosing
+# Choice of the GGUF file
 
 
 def choose_gguf(ref: HubRef, listing: RepoListing, with_weights: bool = True) -> str | None:
-    """The GGUF file meant, or None for a folder of safetensors. Anything unclear is an error that shows the choice."""
+    """Returns the GGUF file to use; None for a folder of safetensors. Raises an error with the choices if ambiguous."""
     files = listing.files
     names = sorted(name for name in files if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
     if ref.file is not None:
@@ -240,7 +246,7 @@ def _unclear(ref: HubRef, problem: str, names: list[str]) -> QuireError:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Asking
+# Requests to the hub
 
 
 def _ask_listing(ref: HubRef, revision: str, settings: HubSettings) -> RepoListing:
@@ -278,7 +284,7 @@ def _read_listing(answer: Any) -> RepoListing:
 def download_file(
     settings: HubSettings, repo: str, commit: str, remote: RemoteFile, target: Path, progress: Progress
 ) -> None:
-    """One file of one commit; every failure in words. The caller holds the lock."""
+    """Downloads one file of one commit; every failure is a `QuireError`. The caller holds the lock."""
     client = settings.client()
     try:
         download(client, f"/{repo}/resolve/{commit}/{quote(remote.name)}", remote, target, progress)

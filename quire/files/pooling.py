@@ -1,5 +1,6 @@
-"""What a model's own files say about its embeddings: `modules.json` and the pooling's config of sentence-transformers,
-or the pooling type of a GGUF. Called by `LLM.embed` and by the HTTP process.
+"""Reads a model's pooling rule from the files of sentence-transformers (`modules.json` and a config) or from a GGUF.
+
+`LLM.embed` and the HTTP process call `read_pooling`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ MAX_FILE = 1 << 20
 MODULES = "modules.json"
 USUAL_CONFIG = "1_Pooling/config.json"
 _GGUF_KINDS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
-_KINDS = {"mean": "mean", "lasttoken": "last", "last": "last"}  # sentence-transformers' names for what the engine does
+_KINDS = {"mean": "mean", "lasttoken": "last", "last": "last"}  # sentence-transformers -> engine
 _MODE = re.compile(r"pooling_mode_(\w+?)(?:_tokens?)?")
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _DONE_ELSEWHERE = ("Transformer", "Pooling", "Normalize")
 
 
 def read_pooling(files: ModelFiles) -> PoolingRule | None:
-    """The model's own rule; None where its files say nothing."""
+    """Returns the pooling rule in the model's files; None if there is none."""
     if files.kind == "gguf":
         from quire.files.gguf import open_gguf
 
@@ -62,7 +63,7 @@ def _from_folder(folder: Path) -> PoolingRule | None:
 
 
 def _kind_of(config: Any) -> str:
-    """In the older form each mode is a switch, in the newer one the mode is named."""
+    """Returns the pooling mode: named in the newer format, one boolean per mode in the older one."""
     if not isinstance(config, dict):
         return "none"
     named = config.get("pooling_mode")
@@ -80,7 +81,7 @@ def _rule(kind: str, normalize: bool, where: str) -> PoolingRule:
 
 
 def _read(path: Path) -> Any:
-    """The file's content; None where there is no such file."""
+    """Returns the content of a JSON file; None if it does not exist."""
     try:
         if path.stat().st_size > MAX_FILE:
             raise _bad(path, "it is too large")

@@ -1,7 +1,7 @@
-"""How fetching shows itself: a bar on a terminal, one plain line elsewhere, nothing when asked to be quiet.
+"""Displays download progress: a bar on a terminal, one line per transfer elsewhere, or nothing.
 
-`fetch`, `hub` and `builtin` report through the `Progress` protocol; whoever resolves a model picks the implementation.
-Everything goes to stderr, so stdout stays clean for answers.
+`fetch`, `hub` and `builtin` report through the `Progress` protocol; the caller of `resolve_model` chooses the
+implementation. All output goes to stderr, so that stdout only has the model's text.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
+    """Receives the progress of one transfer at a time."""
+
     def start(self, what: str, total: int, done: int = 0) -> None:
-        """A transfer of `total` bytes begins, `done` of them already there."""
+        """Begins a transfer of `total` bytes, of which `done` are present already."""
 
     def update(self, done: int) -> None: ...
 
     def finish(self) -> None:
-        """The transfer ended, well or not. Safe to call when none is running."""
+        """Ends the transfer, successful or not. Has no effect without one."""
 
     def note(self, line: str) -> None:
-        """One line for the person waiting."""
+        """Prints one line for the user."""
 
 
 class QuietProgress:
+    """Shows nothing."""
+
     def start(self, what: str, total: int, done: int = 0) -> None: ...
 
     def update(self, done: int) -> None: ...
@@ -34,7 +38,7 @@ class QuietProgress:
 
 
 class LineProgress:
-    """For logs and pipes: one line when a transfer begins."""
+    """Prints one line per transfer, for logs and pipes."""
 
     def start(self, what: str, total: int, done: int = 0) -> None:
         self.note(f"{what} ({format_bytes(total)}" + (f", {format_bytes(done)} already here)" if done else ")"))
@@ -48,7 +52,7 @@ class LineProgress:
 
 
 class BarProgress:
-    """For a terminal. Rich is imported when the first transfer begins, so a warm start never pays for it."""
+    """Shows a bar on a terminal. Imports rich at the first transfer, so that starts without downloads stay fast."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -86,11 +90,12 @@ class BarProgress:
 
 
 def default_progress() -> Progress:
+    """Returns a bar on a terminal, lines elsewhere."""
     return BarProgress() if sys.stderr is not None and sys.stderr.isatty() else LineProgress()
 
 
 def format_bytes(count: int) -> str:
-    """Decimal units, as disks and hubs count: 98.4 MB."""
+    """Formats bytes in decimal units, as disks and hubs do: 98.4 MB."""
     size = float(count)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 999.5 or unit == "GB":

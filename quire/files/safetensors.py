@@ -1,7 +1,7 @@
-"""Checks safetensors files before any library maps them, and finds the files a model folder's weights lie in.
+"""Validates safetensors files before a library maps them, and lists the weight files of a model folder.
 
-A header that is truncated or lies about its tensors is one clear `bad_safetensors` error that names the file. The
-model loader calls `list_shards` and `check_safetensors`; the hub fetcher uses `choose_shards` on names alone.
+A truncated or inconsistent header is a `bad_safetensors` error that names the file. The model loader calls
+`list_shards` and `check_safetensors`; `hub` calls `choose_shards` with the names in a listing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ _SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.sa
 
 
 class TensorEntry(NamedTuple):
-    dtype: str  # as the file spells it: "F32", "BF16", ...
+    """One tensor of a header."""
+
+    dtype: str  # the format's name: "F32", "BF16", ...
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
-    end: int
+    end: int  # exclusive
 
 
 def check_safetensors(path: str | os.PathLike[str]) -> dict[str, TensorEntry]:
-    """Read and check the header; the tensors must fill the rest of the file exactly, without gap or overlap."""
+    """Reads and checks the header. The tensors must fill the rest of the file without gap or overlap."""
     path = Path(path)
     try:
         with open(path, "rb") as file:
@@ -125,11 +127,11 @@ def _check_cover(path: Path, entries: dict[str, TensorEntry], data_start: int, s
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which files
+# Weight files of a folder
 
 
 def list_shards(folder: str | os.PathLike[str]) -> list[Path]:
-    """The weight files of a model folder, in order; empty when it has none. A missing shard is an error."""
+    """Returns the weight files of a model folder, in order, or an empty list. A missing shard is an error."""
     folder = Path(folder)
     if (folder / INDEX_NAME).is_file():
         names = read_index(folder / INDEX_NAME)
@@ -143,7 +145,7 @@ def list_shards(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_index(path: Path) -> list[str]:
-    """The shard names that an index file lists, each once, in order, none of them leading out of the folder."""
+    """Returns the distinct shard names of an index file, sorted. A name that leaves the folder is an error."""
     if path.stat().st_size > MAX_INDEX_BYTES:
         _fail_index(path, "it is too large")
     try:
@@ -166,7 +168,7 @@ def _fail_index(path: Path, reason: str) -> NoReturn:
 
 
 def choose_shards(names: Iterable[str]) -> list[str]:
-    """Which of these files are the model, where no index says so: the usual single file, or a numbered set."""
+    """Returns the weight files of a folder without an index: the single file, a numbered set, or all of them."""
     known = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     if SINGLE_NAME in known:
         return [SINGLE_NAME]

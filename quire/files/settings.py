@@ -1,6 +1,6 @@
-"""Where the hub is, who asks, and whether asking is allowed: read once from the caller and the environment.
+"""The hub's address, the token and the offline mode, read once from the caller and the environment.
 
-`source` builds it, `hub` and `builtin` carry it. It stays light: a warm start needs it and nothing else of them.
+`source` creates the settings and passes them to `hub` and `builtin`. Imports are light, since every start needs it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
+    """How to access the hub."""
+
     endpoint: str
     token: str | None = field(repr=False)
-    offline: bool  # no network at all
-    hub_offline: bool  # not the hub; other sources are still allowed
+    offline: bool  # no network access
+    hub_offline: bool  # no access to the hub; other sources are allowed
 
     @classmethod
     def from_environment(cls, token: str | None = None, offline: bool = False) -> HubSettings:
-        """What the caller says, then `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE`."""
+        """Returns the caller's settings, completed from `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE`."""
         switched_off = os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on")
         endpoint = os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT
         return cls(endpoint, token or os.environ.get("HF_TOKEN") or None, offline, offline or switched_off)
 
     def client(self) -> WebClient:
+        """Returns a client for the hub; raises `offline` if access is disabled."""
         from quire.files.web import WebClient
 
         if self.hub_offline:

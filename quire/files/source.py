@@ -1,7 +1,7 @@
-"""Finds a model's files from what a person typed: a built-in name, a folder, a GGUF file or a hub id.
+"""Resolves a model name to files on disk: a built-in name, a folder, a GGUF file or a hub id.
 
-`llm` and the commands call `resolve_model` and get a folder or a GGUF file that is on this disk. Networks and archives
-are imported only when something must be fetched, so a warm start stays quick.
+`startup` and the commands call `resolve_model`. Modules for networks and archives are imported only for a download, so
+that other starts stay fast.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from quire.types import QuireError
 
 MAX_CONFIG_BYTES = 16 << 20
 GGUF_MAGIC = b"GGUF"
-QUANTIZED_ELSEWHERE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}  # by which method
+QUANTIZED_ELSEWHERE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}  # file -> method
 _PICKLES = ("*.bin", "*.pth", "*.pt")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
+    """A model on disk."""
+
     kind: Literal["folder", "gguf"]
     path: Path  # the folder, or the GGUF file
-    name: str  # what to call the model: "smollm2", "owner/name", or the folder's or file's own name
-    config: dict[str, Any] | None  # config.json; None for a GGUF, which carries its own
+    name: str  # "smollm2", "owner/name", or the name of the folder or file
+    config: dict[str, Any] | None  # config.json; None for a GGUF file, which includes its config
     generation_config: dict[str, Any] = field(default_factory=dict)
-    source: str = ""  # where it came from, for people
+    source: str = ""  # origin, for display
 
 
 def resolve_model(
@@ -44,7 +46,7 @@ def resolve_model(
     random_weights: bool = False,
     progress: Progress | None = None,
 ) -> ModelFiles:
-    """The files of `model`, fetched first if they must be. With `random_weights` a folder needs only config.json."""
+    """Returns the files of `model`, downloading them if needed. With `random_weights`, config.json is enough."""
     model = os.fspath(model)
     if not model or "\0" in model:
         raise QuireError("model_not_found", "No model was named.", _known_names(), param="model")
@@ -64,7 +66,7 @@ def _known_names() -> str:
 
 
 def _is_local(model: str) -> bool:
-    """Something on this disk, or written as only a path would be."""
+    """Whether the name exists as a path or is written like one."""
     return model.startswith(("/", ".", "~")) or os.path.isabs(model) or os.path.lexists(model)
 
 
@@ -105,7 +107,7 @@ def _unknown(model: str) -> QuireError:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# On this disk
+# Local files
 
 
 def _from_path(path: Path, random_weights: bool) -> ModelFiles:
@@ -125,7 +127,7 @@ def _from_path(path: Path, random_weights: bool) -> ModelFiles:
 
 
 def _lone_gguf(folder: Path, random_weights: bool) -> Path | None:
-    """The GGUF file of a folder that is not a safetensors model."""
+    """Returns the only GGUF file of a folder; None if it has none or is a safetensors model."""
     if (folder / "config.json").is_file() and (random_weights or next(folder.glob("*.safetensors"), None)):
         return None
     ggufs = sorted(folder.glob("*.gguf"))
@@ -136,7 +138,7 @@ def _lone_gguf(folder: Path, random_weights: bool) -> Path | None:
 
 
 def _read_gguf(path: Path, name: str, source: str) -> ModelFiles:
-    """A glance at the first bytes; `open_gguf` checks the rest."""
+    """Checks the magic bytes of a GGUF file; `open_gguf` checks the rest."""
     if not path.is_file():
         raise QuireError("not_a_model", f"{path} is neither a file nor a folder.", param="model")
     with open(path, "rb") as file:
@@ -167,7 +169,7 @@ def _read_folder(path: Path, name: str, source: str, random_weights: bool) -> Mo
 
 
 def _quantized_elsewhere(folder: Path) -> dict[str, Any]:
-    """Quantization that config.json does not speak of: NVIDIA's and GPTQ's tools had files of their own for it."""
+    """Returns the quantization settings that older tools of NVIDIA and GPTQ wrote to separate files."""
     for name, method in QUANTIZED_ELSEWHERE.items():
         if (folder / name).is_file():
             return {"quantization_config": {"quant_method": method, **_read_json(folder / name)}}
@@ -175,7 +177,7 @@ def _quantized_elsewhere(folder: Path) -> dict[str, Any]:
 
 
 def named_float(found: dict[str, Any]) -> Any:
-    """Transformers writes infinity, for which JSON has no name, as {"__float__": "Infinity"}."""
+    """Decodes {"__float__": "Infinity"}, which transformers writes because JSON has no infinity."""
     named = found.get("__float__")
     return float(named) if len(found) == 1 and isinstance(named, str) else found
 

@@ -1,7 +1,7 @@
-"""The model store on disk: where it lies, how a file enters it whole or not at all, and who may write at one time.
+"""The model store on disk: its location, atomic writes, verification stamps and locks.
 
 Layout under `$XDG_CACHE_HOME/quire`: `builtin/` for built-in models, `hub/owner--name/<commit>/` for hub models, and
-`locks/`. `fetch`, `hub`, `wheel` and `builtin` write through here.
+`locks/`. `fetch`, `hub`, `wheel` and `builtin` write through this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def cache_dir() -> Path:
-    """Quire's own folder; nothing is created here. A relative `XDG_CACHE_HOME` counts as unset, as its spec says."""
+    """Returns the store's folder without creating it. A relative `XDG_CACHE_HOME` is ignored, as its spec requires."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if base and os.path.isabs(base):
         return Path(base) / "quire"
@@ -38,7 +38,7 @@ def cache_dir() -> Path:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an operating system's refusal to write below `path` into one clear line."""
+    """Turns an OSError from writing below `path` into a `cache_unwritable` error."""
     try:
         yield
     except OSError as error:
@@ -50,8 +50,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def file_sizes(path: Path) -> dict[Path, int]:
-    """Of the file `path`, or of all below that folder. Others may be at work there: what is gone when it is looked at
-    does not count."""
+    """Returns the size of the file `path`, or of every file below that folder.
+
+    Files that another process deletes meanwhile are left out.
+    """
     sizes: dict[Path, int] = {}
     files = [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     for file in files:
@@ -61,11 +63,11 @@ def file_sizes(path: Path) -> dict[Path, int]:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Better to say so now than after an hour of downloading."""
+    """Raises `cache_unwritable` before a download that would not fit on the disk."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
-        return  # a file system that cannot tell will speak up while writing
+        return  # unknown free space: a full disk fails while writing
     if num_bytes > free:
         raise QuireError(
             "cache_unwritable",
@@ -75,7 +77,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one move; does nothing when it already says so (the store may be read-only)."""
+    """Replaces a small file atomically. Does nothing if it has this text, since the store may be read-only."""
     with suppress(OSError, UnicodeDecodeError):
         if path.read_text("utf-8") == text:
             return
@@ -87,10 +89,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 class PartFile:
-    """A file on its way in: it grows under a `.part` name, is hashed as it grows, and gets its own name when whole.
+    """A partial file: it has the suffix `.part`, is hashed while it is written, and is renamed when complete.
 
-    What an earlier attempt left behind is taken over, so a download can resume. Not safe against a second writer:
-    hold the lock.
+    It continues the partial file of an earlier attempt, so that downloads resume. The caller must hold the lock, since
+    two writers would corrupt it.
     """
 
     def __init__(self, target: Path, resume: bool = True):
@@ -108,15 +110,18 @@ class PartFile:
 
     @property
     def sha256(self) -> str:
+        """Hash of the bytes so far."""
         return self._hash.hexdigest()
 
     def write(self, chunk: bytes) -> None:
+        """Appends bytes."""
         with writing(self.path):
             self._file.write(chunk)
         self._hash.update(chunk)
         self.done += len(chunk)
 
     def restart(self) -> None:
+        """Deletes the bytes so far."""
         with writing(self.path):
             self._file.seek(0)
             self._file.truncate()
@@ -124,7 +129,7 @@ class PartFile:
         self.done = 0
 
     def publish(self) -> None:
-        """On disk for sure, then under its own name: a crash leaves the part or the whole, nothing between."""
+        """Syncs the file to disk, then renames it. A crash leaves either the partial or the complete file."""
         with writing(self.target):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -133,11 +138,12 @@ class PartFile:
             _sync_folder(self.target.parent)
 
     def discard(self) -> None:
+        """Closes and deletes the partial file."""
         self.done = 0
         self.close()
 
     def close(self) -> None:
-        """Keeps the part for another attempt, unless there is nothing in it."""
+        """Closes the file; keeps it for the next attempt unless it is empty."""
         with suppress(OSError):
             self._file.close()
         if self.done == 0:
@@ -145,7 +151,7 @@ class PartFile:
 
 
 def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # some systems cannot open a folder; the rename is then as durable as they make it
+    with suppress(OSError):  # some systems cannot open a folder to sync it
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -154,17 +160,18 @@ def _sync_folder(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stamps: "these bytes were hashed", so that a start needs no second look at them
+# Stamps record that a file was hashed, so that a start need not hash it again
 
 
 def write_stamp(path: Path, sha256: str) -> None:
+    """Writes the stamp of a verified file: its hash, size and modification time."""
     status = path.stat()
     stamp = {"sha256": sha256, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
     write_text(path.with_name(path.name + ".stamp"), json.dumps(stamp) + "\n")
 
 
 def is_verified(path: Path, size: int, sha256: str) -> bool:
-    """Whether the file is there with the right bytes. Cheap while it has not changed since its stamp was written."""
+    """Whether the file exists with the right bytes. Hashes it only if it changed since its stamp was written."""
     try:
         status = path.stat()
     except OSError:
@@ -182,18 +189,21 @@ def is_verified(path: Path, size: int, sha256: str) -> bool:
         return False
     if found != sha256:
         return False
-    with suppress(QuireError):  # a read-only store only means hashing again next time
+    with suppress(QuireError):  # in a read-only store the next start hashes again
         write_stamp(path, sha256)
     return True
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One writer at a time
+# Locks
 
 
 @contextmanager
 def exclusive(key: str, what: str, progress: Progress) -> Iterator[None]:
-    """Hold the lock named `key`; while another process does, say so once and wait. It ends with its holder's life."""
+    """Holds the lock `key`; waits, with a note to the user, while another process holds it.
+
+    The system releases the lock when its process ends.
+    """
     path = cache_dir() / "locks" / (re.sub(r"[^\w.-]", "_", key) + ".lock")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +223,7 @@ if sys.platform == "win32":
         file.seek(0)
         try:
             msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-        except OSError:  # held elsewhere; LK_LOCK itself gives up after ten seconds
+        except OSError:  # held by another process; LK_LOCK times out after ten seconds
             return False
         return True
 
@@ -226,5 +236,5 @@ else:
         except BlockingIOError:
             return False
         except OSError:
-            return True  # a file system without locks: the atomic rename still keeps the store whole
+            return True  # a file system without locks: atomic renames keep the store consistent
         return True

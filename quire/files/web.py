@@ -1,7 +1,7 @@
-"""A small HTTP client for the hub on the standard library: quick to give up on a dead network, careful with the token.
+"""A small HTTP client for the hub on the standard library, with short timeouts and a token that stays on its host.
 
-`hub` lists repositories with it, `fetch` downloads files. It raises `Unreachable` (nobody answered, or the line broke)
-or `Refused` (the server answered with an error); the callers turn these into words for people.
+`hub` lists repositories with it, `fetch` downloads files. It raises `Unreachable` (no answer, or a broken connection)
+or `Refused` (an HTTP error status); callers turn these into user messages.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from urllib.parse import urlsplit
 
 from quire.types import QuireError
 
-ADDRESS_SECONDS = 1.5  # one address of a host gets this long to accept a connection
-CONNECT_SECONDS = 3.0  # all of them together; and the name server
+ADDRESS_SECONDS = 1.5  # timeout to connect to one address of a host
+CONNECT_SECONDS = 3.0  # timeout for all addresses together, and for the name server
 READ_SECONDS = 30.0  # silence on an open connection
 MAX_JSON_BYTES = 64 << 20
 
 
 class Unreachable(Exception):
-    """No connection, or one that broke; `str()` says why in a few words."""
+    """No connection, or a broken one; `str()` is a short reason."""
 
 
 class Refused(Exception):
-    """The server said no. `reason_code` is the hub's own word for it, where it gives one."""
+    """An HTTP error status. `reason_code` is the hub's error code, or empty."""
 
     def __init__(self, status: int, reason_code: str):
         super().__init__(f"HTTP {status}")
@@ -39,7 +39,7 @@ class Refused(Exception):
 
 
 class WebClient:
-    """Requests below one endpoint. The token goes to that endpoint alone, never along a redirect to another host."""
+    """Sends requests to one endpoint. The token goes only to that endpoint, never to another host by a redirect."""
 
     def __init__(self, endpoint: str, token: str | None):
         parts = urlsplit(endpoint)
@@ -48,7 +48,7 @@ class WebClient:
         self.endpoint = endpoint.rstrip("/")
         self.host = parts.hostname
         self._token = _check_token(token)
-        self._opener = urllib.request.OpenerDirector()  # not build_opener: that one would also read file: and ftp:
+        self._opener = urllib.request.OpenerDirector()  # build_opener would also accept file: and ftp:
         for handler in (
             urllib.request.ProxyHandler(), urllib.request.UnknownHandler(), _PlainHandler(), _SecureHandler(),
             urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor(), _RedirectHandler(),
@@ -56,7 +56,7 @@ class WebClient:
             self._opener.add_handler(handler)
 
     def open(self, path: str, start: int = 0) -> http.client.HTTPResponse:
-        """GET `path` (already quoted), from byte `start` on. The caller closes what comes back."""
+        """Sends GET for a quoted path, from byte `start` on. The caller closes the response."""
         request = urllib.request.Request(self.endpoint + path, headers={"User-Agent": "quire"})
         if start:
             request.add_header("Range", f"bytes={start}-")
@@ -71,6 +71,7 @@ class WebClient:
             raise Unreachable(explain(error)) from None
 
     def get_json(self, path: str) -> Any:
+        """Returns the JSON content of a path."""
         try:
             with self.open(path) as response:
                 body = response.read(MAX_JSON_BYTES + 1)
@@ -85,7 +86,7 @@ class WebClient:
 
 
 def explain(error: BaseException) -> str:
-    """A few words for the commonest failures of a network."""
+    """Returns a short description of a network error."""
     reason = getattr(error, "reason", error)
     if isinstance(reason, socket.gaierror):
         return "its name does not resolve"
@@ -102,17 +103,17 @@ def explain(error: BaseException) -> str:
 
 def _check_token(token: str | None) -> str | None:
     token = (token or "").strip()
-    if not all(33 <= ord(letter) <= 126 for letter in token):  # http.client would quote it in its own error
+    if not all(33 <= ord(letter) <= 126 for letter in token):  # http.client would show the token in its error
         raise QuireError("invalid_parameter", "The hub token holds characters no token has.", param="hub_token")
     return token or None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Connections with two kinds of patience
+# Connections with separate timeouts for connecting and reading
 
 
 def _connect(address: tuple[str, int], *_: Any) -> socket.socket:
-    """Like `socket.create_connection`, with a deadline over all addresses of the host and none of its waiting."""
+    """Connects like `socket.create_connection`, with a deadline for all addresses of the host together."""
     deadline = time.monotonic() + CONNECT_SECONDS
     failure: OSError = TimeoutError("timed out")
     for family, kind, protocol, _name, target in _look_up(address):
@@ -133,7 +134,7 @@ def _connect(address: tuple[str, int], *_: Any) -> socket.socket:
 
 
 def _look_up(address: tuple[str, int]) -> list[Any]:
-    """Addresses of a host. In a thread, since a name server that is gone would hold us for half a minute."""
+    """Resolves a host in a thread, since an unreachable name server would block for half a minute."""
     answer: list[Any] = []
 
     def ask() -> None:
@@ -177,7 +178,7 @@ class _SecureHandler(urllib.request.HTTPSHandler):
 
 
 class _RedirectHandler(urllib.request.HTTPRedirectHandler):
-    """The hub keeps large files elsewhere. The token follows within the same host only, and never out of TLS."""
+    """Follows redirects to the hub's file storage. The token is sent only to the same scheme and host."""
 
     max_redirections = 5
 

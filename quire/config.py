@@ -14,8 +14,16 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 
-def knob(default: Any, help: str, *, choices: tuple[str, ...] | None = None, low: float | None = None,
-         high: float | None = None, unit: str | None = None, secret: bool = False) -> Any:  # fmt: skip
+def knob(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    unit: str | None = None,
+    secret: bool = False,
+) -> Any:
     """Returns a field with its help text and bounds. The default None means that the machine decides at start.
 
     `unit="bytes"` allows sizes such as 2GiB; "path" only affects the help. A secret is masked wherever settings are
@@ -34,13 +42,17 @@ class ModelConfig:
     hub_token: str | None = knob(None, "hub access token (also read from HF_TOKEN)", secret=True)
     offline: bool = knob(False, "never touch the network; use what is already on disk")
     dtype: str = knob("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
-    quant: str = knob("none", "quantize the weights while loading (fp8: CUDA; q8_0, q4_0: CPU)",
-                      choices=("none", "fp8", "q8_0", "q4_0"))  # fmt: skip
+    quant: str = knob(
+        "none",
+        "quantize the weights while loading (fp8: CUDA; q8_0, q4_0: CPU)",
+        choices=("none", "fp8", "q8_0", "q4_0"),
+    )
     max_model_len: int | None = knob(None, "longest sequence, prompt and output together", low=1)
     chat_template: str | None = knob(None, "chat template: a file, or the Jinja text itself")
     special_in_content: bool = knob(False, "control tokens spelled in a message become real ones instead of text")
-    pooling: str | None = knob(None, "how embeddings are pooled, in place of the model's own files",
-                               choices=("mean", "last"))  # fmt: skip
+    pooling: str | None = knob(
+        None, "how embeddings are pooled, in place of the model's own files", choices=("mean", "last")
+    )
     random_weights: bool = knob(False, "made-up weights from config.json alone, for speed measurements")
 
 
@@ -66,8 +78,9 @@ class SchedulerConfig:
     max_rows: int | None = knob(None, "requests that may run at once", low=1, high=8192)
     max_batch_tokens: int | None = knob(None, "tokens one step may compute", low=1, high=1 << 20)
     chunk_tokens: int | None = knob(None, "most tokens of one prompt in one step", low=1, high=1 << 20)
-    step_target_ms: float | None = knob(None, "keep steps this short by shrinking prompt chunks (0: do not; CPU: 250)",
-                                        low=0)  # fmt: skip
+    step_target_ms: float | None = knob(
+        None, "keep steps this short by shrinking prompt chunks (0: do not; CPU: 250)", low=0
+    )
     order: str = knob("priority", "which waiting request goes first", choices=("fcfs", "priority", "deadline"))
     preemption: str = knob("auto", "what becomes of a victim's cache", choices=("auto", "swap", "recompute"))
     max_waiting: int = knob(16384, "requests that may wait", low=1)
@@ -82,9 +95,11 @@ class EngineConfig:
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
     deterministic: bool = knob(False, "same bits for a row whatever surrounds it, or a refusal")
-    kernels: str = knob("auto", "what computes: torch, triton or a library with it (GPU), an instruction set (CPU)",
-                        choices=("auto", "triton", "flash-attn", "flashinfer", "cudnn", "torch", "avx512",
-                                 "avx2", "portable"))  # fmt: skip
+    kernels: str = knob(
+        "auto",
+        "what computes: torch, triton or a library with it (GPU), an instruction set (CPU)",
+        choices=("auto", "triton", "flash-attn", "flashinfer", "cudnn", "torch", "avx512", "avx2", "portable"),
+    )
     strict_kernels: bool = knob(False, "refuse to start where a GPU or a kernel would have to be done without")
     graphs: bool = knob(True, "replay decode steps as CUDA graphs")
     trace: str | None = knob(None, "write a trace that Perfetto opens to this file", unit="path")
@@ -100,14 +115,18 @@ class ServerConfig:
     admin_key: str | None = knob(None, "key of the admin routes, which are closed without one", secret=True)
     share_prefixes: bool = knob(False, "let all keys share cached prompts; their timing then tells of each other")
     served_model_name: str | None = knob(None, "name clients call the model by; several are separated by commas")
-    allowed_hosts: str | None = knob(None, "more names clients call the server by, separated by commas, or * "
-                                     "(default: any; on a loopback address without keys this machine's)")  # fmt: skip
+    allowed_hosts: str | None = knob(
+        None,
+        "more names clients call the server by, separated by commas, or * "
+        "(default: any; on a loopback address without keys this machine's)",
+    )
     cors_origins: str | None = knob(None, "web origins that may call from a browser, separated by commas, or *")
     request_timeout: float = knob(600.0, "seconds a request may take before it is ended", low=0.1, high=86400)
     rate_requests: int | None = knob(None, "requests a minute for each key (none by default)", low=1)
     rate_tokens: int | None = knob(None, "prompt and output tokens a minute for each key (none by default)", low=1)
-    max_connections: int = knob(4096, "connections open at a time; those without a request go first", low=1,
-                                high=1 << 20)  # fmt: skip
+    max_connections: int = knob(
+        4096, "connections open at a time; those without a request go first", low=1, high=1 << 20
+    )
     max_body: int = knob(32 << 20, "largest request body", low=1024, high=1 << 30, unit="bytes")
     body_timeout: float = knob(300.0, "seconds a request's body may take", low=0.1, high=86400)
     min_body_rate: int = knob(1024, "bytes a second a body must bring after 20 s (0: any)", low=0, high=1 << 30)
@@ -122,10 +141,12 @@ class ServerConfig:
     start_timeout: float = knob(1800.0, "seconds the engine may take to load", low=1.0)
     max_restarts: int = knob(5, "times the engine is started again within restart_window", low=0, high=1000)
     restart_window: float = knob(60.0, "seconds over which restarts are counted", low=1.0)
-    engine_memory: int | None = knob(None, "bytes the engine process may hold before it is replaced", low=1 << 20,
-                                     unit="bytes")  # fmt: skip
-    out_of_memory: str = knob("same", "the next engine after one ran out of memory", choices=("same", "shrink",
-                              "precision"))  # fmt: skip
+    engine_memory: int | None = knob(
+        None, "bytes the engine process may hold before it is replaced", low=1 << 20, unit="bytes"
+    )
+    out_of_memory: str = knob(
+        "same", "the next engine after one ran out of memory", choices=("same", "shrink", "precision")
+    )
     send_timeout: float = knob(60.0, "seconds a client may take to read what was sent before it is cut off", low=0.1)
     response_store: str | None = knob(None, "SQLite file of stored responses (default: gone at exit)", unit="path")
     max_stored: int = knob(10_000, "stored responses kept; the oldest go first", low=1, high=10_000_000)

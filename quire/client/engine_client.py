@@ -1,8 +1,8 @@
-"""The engine as the HTTP process sees it: takes requests and hands out their deltas, whichever process computes them.
+"""The HTTP process's side of the engine: submits requests and delivers their deltas, across engine processes.
 
-Everything runs on one event loop. The client knows every live request with its prompt and the tokens delivered so far;
-that is the whole truth about it. The supervisor gives it a link to an engine that is ready, and takes it away when that
-engine is lost; with the next link every live request goes on from what was delivered.
+Everything runs on one event loop. The client keeps every live request with its prompt and the tokens delivered so far,
+which is all that is needed to resume it. The supervisor attaches the link to an engine that is ready and detaches it
+when the engine is lost; the next link resumes every live request from its delivered tokens.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from quire.client.throughput import ThroughputEstimate
 from quire.engine.host import wire
 from quire.types import Delta, FinishReason, QuireError, Request, Timing, Usage
 
-MAX_UNSENT = 10_000  # frames that wait because the engine does not read; beyond it new work is refused
-MAX_LOSSES = 2  # deaths of the engine at one token of a request; the last of them with that request alone in the step
-OVERDUE_SECONDS = 5.0  # past its deadline, the engine is not waited for any longer
+MAX_UNSENT = 10_000  # frames waiting because the engine does not read; above it new requests are refused
+MAX_LOSSES = 2  # engine losses at the same token of a request, the last with it alone in the step
+OVERDUE_SECONDS = 5.0  # after its deadline, until a request is ended without the engine
 
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One request under way: what is needed to go on with it elsewhere, and where its deltas go."""
+    """A request that has not ended: what another engine needs to resume it, and the stream of its deltas."""
 
     request: Request
     stream: DeltaStream
     delivered: list[int] = field(default_factory=list)
-    prompt_scored: int = 0  # prompt logprobs delivered
+    prompt_scored: int = 0  # number of prompt logprobs delivered
     first_token_at: float = 0.0
     cancelled: bool = False
-    num_engines: int = 0  # engines it was given to
-    num_losses: int = 0  # engines that died with it aboard, without a token of it in between
-    loss_len: int = -1  # how many tokens were delivered then
+    num_engines: int = 0  # number of engines it was submitted to
+    num_losses: int = 0  # consecutive engine losses with it in a step and no token between
+    loss_len: int = -1  # tokens delivered at the last such loss
 
     @property
     def is_suspect(self) -> bool:
@@ -42,11 +42,11 @@ class LiveRequest:
 
 
 class DeltaStreamClosed(Exception):
-    """Whoever waited for deltas was told that nobody wants them any more."""
+    """Raised in a pending `DeltaStream.next` when the stream is closed."""
 
 
 class DeltaStream:
-    """The deltas of one submission, in the order they came. Leaving early: `close` cancels what is open."""
+    """The deltas of one submission in order of arrival. `close` cancels its open requests."""
 
     def __init__(self, client: EngineClient, ids: Sequence[str]):
         self._client = client
@@ -60,8 +60,8 @@ class DeltaStream:
         return not self._open and not self._deltas
 
     async def next(self, timeout: float | None = None) -> list[Delta]:
-        """All that has come since the last call. Waits for at least one delta, or for `timeout` seconds: then, and
-        when all is over, there is none. Raises `DeltaStreamClosed` once it is closed."""
+        """Return all deltas since the last call, and wait for at least one. Empty after `timeout` seconds and when
+        all requests have ended. Raises `DeltaStreamClosed` once the stream is closed."""
         if self._closed:
             raise DeltaStreamClosed
         if not self._deltas and self._open:
@@ -80,12 +80,12 @@ class DeltaStream:
         return deltas
 
     def cancel(self, request_id: str) -> None:
-        """End one sample; its last delta, with the usage, still comes."""
+        """Cancel one sample; its last delta, with the usage, is still delivered."""
         if request_id in self._open:
             self._client.cancel([request_id])
 
     def close(self) -> None:
-        """Nobody reads on: cancel what is open and forget it. May be called at any time, and twice."""
+        """Cancel and forget the open requests. May be called at any time, and twice."""
         if self._open:
             self._client.forget(list(self._open))
             self._open.clear()
@@ -105,7 +105,7 @@ class DeltaStream:
 
 
 class EngineClient:
-    """`ready` describes the engine once there is one; `beat` is its last sign of life."""
+    """`ready` describes the current or last engine, once one was attached; `beat` is its last heartbeat."""
 
     ready: wire.EngineReady
 
@@ -113,18 +113,19 @@ class EngineClient:
         self._clock = clock
         self._link: EngineLink | None = None
         self.beat = wire.Beat()
-        self.failure: QuireError | None = None  # there is no engine and there will be none
+        self.failure: QuireError | None = None  # the final error: no engine will be attached any more
         self.live: dict[str, LiveRequest] = {}
-        self.num_waiting_tokens = 0  # prompt tokens of live requests that have no token yet
+        self.num_waiting_tokens = 0  # prompt tokens of live requests without a delivered token
         self.throughput = ThroughputEstimate()
-        self.num_resumed = 0  # requests that went on with another engine
+        self.num_resumed = 0  # requests resumed by another engine
         self._beat_at = self._progress_at = clock()
-        self.on_error: Callable[[str, str, str], None] = lambda request_id, code, what: None  # a request failed
+        # Called when a request ends with an error.
+        self.on_error: Callable[[str, str, str], None] = lambda request_id, code, what: None
 
-    # -- engines come and go --------------------------------------------------------------------------------------
+    # -- attaching engines ----------------------------------------------------------------------------------------
 
     def attach(self, link: EngineLink) -> None:
-        """An engine is ready: it gets every live request, the oldest first, each from where it stands."""
+        """Attach an engine that is ready and submit every live request to it, oldest first."""
         self._link, self.ready = link, link.ready
         self._beat_at = self._progress_at = self._clock()
         self.beat = wire.Beat()
@@ -134,8 +135,10 @@ class EngineClient:
             live.num_engines += 1
 
     def detach(self, suspects: set[str]) -> list[str]:
-        """The engine is lost. `suspects`: the requests in its last steps, if what ended it may be one's fault. Returns
-        those that will not be tried again."""
+        """Detach a lost engine. `suspects`: the requests in its last steps, if one of them may be the reason.
+
+        Returns the ids of requests that are quarantined: they end with an error and are not tried again.
+        """
         self._link = None
         quarantined = []
         for name, live in list(self.live.items()):
@@ -152,14 +155,14 @@ class EngineClient:
         return quarantined
 
     def fail(self, error: QuireError) -> None:
-        """No engine will come any more: everyone who waits is told, and whoever comes later."""
+        """End all live requests with `error`, and refuse later ones with it, because no engine will be attached."""
         self.failure = self.failure or error
         self._link = None
         for name in list(self.live):
             self._end(name, FinishReason.ERROR, error)
 
     def expire(self) -> None:
-        """End what is past its deadline and was not ended by the engine, which may be dead or stuck."""
+        """End requests past their deadline that the engine did not end, because it is lost or hangs."""
         overdue = self._clock() - (OVERDUE_SECONDS if self._link is not None else 0.0)
         for name, live in list(self.live.items()):
             if live.request.deadline is not None and live.request.deadline < overdue:
@@ -168,7 +171,7 @@ class EngineClient:
                 self._end(name, FinishReason.DEADLINE)
 
     def take(self, message: wire.Deltas | wire.Beat) -> None:
-        """What the engine says about requests and itself."""
+        """Handle a message of the engine: deltas of requests, or a beat."""
         if isinstance(message, wire.Beat):
             self._handle_beat(message)
             return
@@ -178,8 +181,10 @@ class EngineClient:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, prompts: Sequence[Sequence[Request]]) -> DeltaStream:
-        """For each prompt its requests, which differ in id and sample index only. All are taken or none. Without an
-        engine they wait for the next one."""
+        """Submit for each prompt its requests, which differ in id and sample index only. Accepts all or raises.
+
+        Without an engine they wait for the next one.
+        """
         if self.failure is not None:
             raise self.failure
         if self._link is not None and self._link.num_unsent > MAX_UNSENT:
@@ -199,7 +204,7 @@ class EngineClient:
         return stream
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """Their last deltas still come."""
+        """Cancel requests; their last deltas are still delivered."""
         open_ids = [name for name in ids if name in self.live]
         for name in open_ids:
             self.live[name].cancelled = True
@@ -211,14 +216,14 @@ class EngineClient:
             self._end(name, FinishReason.CANCELLED)
 
     def forget(self, ids: Sequence[str]) -> None:
-        """Cancel, and drop whatever still comes of them."""
+        """Cancel requests and drop their remaining deltas."""
         self.cancel(ids)
         for name in ids:
             self._drop(name)
 
     def shed(self, priority: int, num_requests: int) -> bool:
-        """Make room for so many requests of this priority: that many less important ones that have no token yet are
-        told to come again, the least important and newest first. All or none."""
+        """Make room for `num_requests` requests of this priority: end as many of lower priority that have no token
+        yet with `queue_full`, lowest priority and newest first. Returns False and ends none if there are fewer."""
         waiting = [live for live in self.live.values() if not live.delivered and live.request.priority > priority]
         if len(waiting) < num_requests:
             return False
@@ -239,12 +244,12 @@ class EngineClient:
 
     @property
     def num_suspects(self) -> int:
-        """Requests that were aboard a lost engine and have not got past that point since."""
+        """Requests that were in a step of a lost engine and have delivered no token since."""
         return sum(live.is_suspect for live in self.live.values())
 
     @property
     def longest(self) -> int:
-        """Tokens the longest of the live requests may come to."""
+        """The largest `max_len` of the live requests."""
         return max((live.request.max_len for live in self.live.values()), default=0)
 
     @property
@@ -252,14 +257,14 @@ class EngineClient:
         return None if self._link is None else self._link.pid
 
     def beat_age(self) -> float:
-        """Seconds since the loop last said something between two steps; 0 while there is no engine."""
+        """Seconds since the engine's last beat; 0 without an engine."""
         return self._clock() - self._beat_at if self._link is not None else 0.0
 
     def progress_age(self) -> float:
-        """Seconds since a token was computed while there was work; 0 while there is none."""
+        """Seconds without a computed token while requests are live; 0 without requests or engine."""
         return self._clock() - self._progress_at if self.live and self._link is not None else 0.0
 
-    # -- underneath -----------------------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------------------------
 
     def _resumable(self, live: LiveRequest) -> Request:
         request = live.request
@@ -274,7 +279,7 @@ class EngineClient:
     def _deliver(self, delta: Delta) -> None:
         live = self.live.get(delta.request_id)
         if live is None:
-            return  # nobody waits for it any more
+            return  # the request was dropped
         if delta.prompt_logprobs:
             live.prompt_scored += len(delta.prompt_logprobs)
         if delta.token_ids:
@@ -285,7 +290,7 @@ class EngineClient:
             self._progress_at = self._clock()
         if delta.finish_reason is not None:
             if live.num_engines > 1 and delta.timing is not None and live.first_token_at:
-                first = live.first_token_at - live.request.arrival  # the last engine knows of its own life only
+                first = live.first_token_at - live.request.arrival  # the last engine measured from its own start
                 delta.timing = replace(delta.timing, first_token=first, queue=min(delta.timing.queue, first))
             self._drop(delta.request_id)
             if delta.finish_reason is FinishReason.ERROR:
@@ -293,7 +298,7 @@ class EngineClient:
         live.stream.put(delta)
 
     def _end(self, request_id: str, reason: FinishReason, error: QuireError | None = None) -> None:
-        """End a request here, without the engine."""
+        """End a request without the engine: deliver its last delta."""
         live = self.live[request_id]
         request = live.request
         usage = Usage(request.prompt_len, 0, len(live.delivered))

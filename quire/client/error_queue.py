@@ -1,6 +1,7 @@
-"""The one queue of everything that went wrong, for operators to read: `/admin/errors` shows it.
+"""The bounded queue of errors that `/admin/errors` shows to operators.
 
-Bounded: the oldest go first, the counts stay. Entries say what happened, to whom, and when; never a prompt or a text.
+The oldest entries are dropped first; the counts stay. An entry has the error, the request ids and the time, and never
+contains a prompt or generated text.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 MAX_KEPT = 1000
-MAX_IDS = 64  # named in one entry
+MAX_IDS = 64  # per entry
 MAX_CHARS = 2000
 
 
@@ -29,7 +30,7 @@ class Failure:
 @dataclass(slots=True)
 class ErrorQueue:
     clock: Callable[[], float] = time.time
-    counts: Counter[str] = field(default_factory=Counter)  # by kind/code, since the start
+    counts: Counter[str] = field(default_factory=Counter)  # by "kind/code", since the server started
     total: int = 0
     _kept: deque[Failure] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
 

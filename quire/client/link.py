@@ -1,7 +1,7 @@
-"""One life of the engine process: its start, its socket, its end. The supervisor makes a new one for every life.
+"""The link to one engine process: its start, its socket, its end. The supervisor creates one per engine process.
 
-Each life has a folder and a socket of its own, so nothing a dead engine said can be taken for the word of the next.
-Frames that are lost or damaged end the life: whoever waits is served by the next one from what was delivered.
+Each link has its own folder and socket, so a message of a dead engine can't reach the client of the next one. A lost or
+damaged frame ends the link; the next engine resumes the live requests from the tokens that were delivered.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quire.engine.host.flight_record import flight_path, read_flight_record
 from quire.types import QuireError
 
 GRACE_SECONDS = 10.0  # between asking the engine process to stop and ending it
-DRAIN_SECONDS = 0.2  # what an engine said before it died may still be on the way
+DRAIN_SECONDS = 0.2  # wait for messages that a dead engine sent before its end
 
 
 class EngineLink:
-    """Use `EngineLink.start`."""
+    """One engine process and its socket. `EngineLink.start` creates it."""
 
     ready: wire.EngineReady
 
@@ -39,16 +39,19 @@ class EngineLink:
         self._folder, self._context, self._socket, self._process = folder, context, socket, process
         self._writer, self._reader = wire.FrameWriter(), wire.FrameReader()
         self._unsent: set[asyncio.Future[Any]] = set()
-        self.in_flight_at_exit: set[str] = set()  # once it has ended: who was in the steps under way then
+        self.in_flight_at_exit: set[str] = set()  # after the end: ids of the requests in steps in flight
         self._exit_task = asyncio.create_task(self._wait_for_exit())
 
     @classmethod
     async def start(
         cls, command: Sequence[str], settings: Mapping[str, Any], start_timeout: float, number: int = 1
     ) -> EngineLink:
-        """`command` gets the socket's address as one more argument. Returns when the engine is ready; raises its own
-        error if it fails, and one of ours if it takes longer than `start_timeout` seconds."""
-        folder = Path(tempfile.mkdtemp(prefix="quire-"))  # only its owner can enter
+        """Start `command` with the socket's address as its last argument; return when the engine is ready.
+
+        Raises the engine's own error if its start fails, and `engine_lost` after `start_timeout` seconds. `number`
+        counts the engine processes of this server.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="quire-"))  # readable by this user only
         context = zmq.asyncio.Context()
         try:
             socket = context.socket(zmq.PAIR)
@@ -56,7 +59,7 @@ class EngineLink:
             socket.setsockopt(zmq.LINGER, 0)
             address = f"ipc://{folder}/engine"
             socket.bind(address)
-            # A session of its own: Ctrl-C is for us, and we tell the engine when we are done with it.
+            # A session of its own: Ctrl-C reaches the HTTP process only, which stops the engine when it has drained.
             process = subprocess.Popen([*command, address], stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         except BaseException:
             context.destroy(linger=0)
@@ -82,13 +85,14 @@ class EngineLink:
                 self.ready = message
                 return
 
-    # -- talking --------------------------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------------------------
 
     def send(self, message: wire.ToEngine) -> None:
         self.send_payload(wire.encode(message))
 
     def send_payload(self, payload: bytes) -> None:
-        sending: Any = self._socket.send(self._writer.frame(payload))  # done at once unless the engine does not read
+        # The send is done immediately unless the engine does not read.
+        sending: Any = self._socket.send(self._writer.frame(payload))
         if not sending.done():
             self._unsent.add(sending)
             sending.add_done_callback(self._unsent.discard)
@@ -98,7 +102,7 @@ class EngineLink:
         return len(self._unsent)
 
     async def receive(self) -> wire.FromEngine:
-        """The next message. Raises a QuireError when this life is over, with the best reason there is."""
+        """Return the next message. Raises a QuireError with the most specific known reason when the engine is lost."""
         while True:
             incoming = asyncio.ensure_future(self._socket.recv())
             await asyncio.wait({incoming, self._exit_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +113,7 @@ class EngineLink:
                 raise exit_error(self._process.returncode)
             payload = self._reader.open(incoming.result())
             if payload is None:
-                continue  # not meant for us, or a second time
+                continue  # a foreign or duplicated frame
             message = wire.decode_from_engine(payload)
             if isinstance(message, wire.Failed):
                 raise message.error()
@@ -126,15 +130,16 @@ class EngineLink:
         return self._process.returncode
 
     def is_stopped(self) -> bool:
-        """Whether somebody stopped the process (SIGSTOP, a debugger); False where the system does not say."""
+        """Whether the process is stopped (SIGSTOP, a debugger); False where /proc does not exist."""
         try:
             stat = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:
             return False
-        return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])  # the name before it may hold anything
+        # The state follows the process name, which may contain any character, in parentheses.
+        return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
     def memory(self) -> int | None:
-        """Bytes the engine process holds; None where the system does not say."""
+        """Resident bytes of the engine process; None where /proc does not exist."""
         try:
             pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
             return pages * os.sysconf("SC_PAGE_SIZE")
@@ -142,7 +147,7 @@ class EngineLink:
             return None
 
     async def stop(self) -> None:
-        """Ask the engine to stop, wait a little, then end it."""
+        """Ask the engine to stop, wait up to `GRACE_SECONDS`, then kill it."""
         if self._process.poll() is None:
             self.send(wire.StopEngine())
             with suppress(TimeoutError):
@@ -150,7 +155,7 @@ class EngineLink:
         await self.end()
 
     async def end(self) -> None:
-        """At once. May be called twice."""
+        """Kill the process and read its flight record. May be called twice."""
         if self._process.poll() is None:
             self._process.kill()
         with suppress(TimeoutError):
@@ -165,7 +170,7 @@ class EngineLink:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _wait_for_exit(self) -> None:
-        """A thread waits, so that no signal handling of the event loop is needed."""
+        """Return when the process has exited. A thread waits for it, so the event loop needs no signal handler."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -175,7 +180,7 @@ class EngineLink:
 
         def wait() -> None:
             self._process.wait()
-            with suppress(RuntimeError):  # the loop may be gone by then
+            with suppress(RuntimeError):  # the event loop may be closed by then
                 loop.call_soon_threadsafe(set_ended)
 
         threading.Thread(target=wait, name="quire-engine-exit", daemon=True).start()

@@ -1,8 +1,8 @@
-"""Keeps an engine alive: starts its process, watches it, and starts it again when it is lost, within a budget.
+"""Starts the engine process, watches it, and starts it again when it is lost, within limits.
 
-It runs in the HTTP process and knows three signs of trouble: the process ended, no step got done for a set time, or it
-holds more memory than it may. Whatever the cause, the client's live requests go on with the next engine from what was
-delivered. Every move between its states is logged, counted and kept for `/admin/state`.
+It runs in the HTTP process. An engine is lost when its process ends, when no step completes for a set time, or when it
+uses more memory than it may. The next engine resumes the client's live requests from the tokens that were delivered.
+Every transition between states is logged, counted and kept for `/admin/state`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ LONGEST_WAIT_SECONDS = 10.0
 CHECK_SECONDS = 30.0
 KEPT_RECOVERIES = 1000
 LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "started": "debug", "stopped": "debug"}
-UNUSABLE_SETTINGS = frozenset({"invalid_parameter", "unsupported_model"})  # no engine can be built from them
-SHRINK_FACTOR = 0.75  # of the pool, after the engine ran out of memory
-MIN_PAGES_SHARE = 0.5  # of the first engine's: what still runs out of memory then does not do so for its pool
+# Errors of settings from which no engine can be built.
+UNUSABLE_SETTINGS = frozenset({"invalid_parameter", "unsupported_model"})
+SHRINK_FACTOR = 0.75  # of the pages, after the engine ran out of memory
+MIN_PAGES_SHARE = 0.5  # of the first engine's pages: below it, the pages are not why memory runs out
 
 StartLink = Callable[[Mapping[str, Any]], Any]  # settings -> an awaitable EngineLink
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorLimits:
-    """How often the engine may be started again, and how patient the watch is."""
+    """Limits on restarts of the engine, and when an engine counts as hung or too large."""
 
     max_restarts: int
-    window: float  # seconds the restarts are counted over
+    window: float  # seconds over which restarts are counted
     hang_timeout: float
     max_memory: int | None  # bytes the engine process may hold
-    on_memory: str  # what the next engine gets after one ran out of memory: same, shrink, precision
+    on_memory: str  # change of the next engine after one ran out of memory: same, shrink, precision
 
     @classmethod
     def of(cls, config: Config) -> SupervisorLimits:
@@ -71,12 +72,13 @@ class Supervisor:
         self.client = client
         self.errors = ErrorQueue()
         self.states = StateMachine(ProcessState.STARTING, PROCESS_TRANSITIONS, on_move=self._log_move, clock=clock)
-        self.cause: QuireError | None = None  # of the last loss
-        self.recovery_seconds: deque[float] = deque(maxlen=KEPT_RECOVERIES)  # from the loss until ready again
+        self.cause: QuireError | None = None  # reason of the last loss
+        self.recovery_seconds: deque[float] = deque(maxlen=KEPT_RECOVERIES)  # from the loss to the next ready engine
         self.num_restarts = 0
         self.peak_memory = 0
         self._start_link = start_link
-        self._settings = self._previous_settings = dict(settings)  # now, and before it was made to need less memory
+        # The settings of the current engine, and those before the last reduction of its memory.
+        self._settings = self._previous_settings = dict(settings)
         self._first_pages = 0
         self._limits = limits
         self._log = log
@@ -89,10 +91,10 @@ class Supervisor:
         self._memory_kills = num_memory_kills()
         client.on_error = lambda request_id, code, what: self.errors.put("request", code, what, [request_id])
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- run ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """The first engine. Raises its own error if there is none: a server that can't start should say so and end."""
+        """Start the first engine. Raises the engine's own error if it fails, so that the server ends with it."""
         try:
             self._attach(await self._start_link(self._settings))
             self._first_pages = num_pages(self.client.ready)
@@ -115,14 +117,14 @@ class Supervisor:
             await (self._link.end() if at_once else self._link.stop())
 
     async def _run(self) -> None:
-        """From life to life, until the budget is spent."""
+        """Watch engines and start the next one after each loss, until the restart limit is reached."""
         while self._link is not None:
             link, cause = self._link, await self._watch_until_exit(self._link)
             lost_at = self._clock()
             self._link = None
-            exit_code, is_stopped = link.exit_code, link.is_stopped()  # before it is ended by us
+            exit_code, is_stopped = link.exit_code, link.is_stopped()  # read before `end` kills the process
             with suppress(Exception):
-                await link.end()  # before its record is read: a stuck engine is killed here
+                await link.end()  # kills a hung engine, so that its flight record is final
             cause = self._record_exit(link, cause, exit_code, is_stopped)
             while self._link is None:
                 if not self._may_restart():
@@ -145,14 +147,14 @@ class Supervisor:
             self.states.move("recovered")
 
     async def _watch_until_exit(self, link: EngineLink) -> QuireError:
-        """Until this engine is lost; returns why."""
+        """Return the reason when this engine is lost."""
         tasks = [asyncio.create_task(self._read(link)), asyncio.create_task(self._watch(link))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         except QuireError as error:
             return error
-        except Exception as error:  # a bug of ours while reading: the truth is in the client, the next engine gets it
+        except Exception as error:  # a bug here: the client is intact, and the next engine resumes
             return QuireError("engine_lost", f"The engine's words could not be taken: {type(error).__name__}: {error}.")
         finally:
             for task in tasks:
@@ -184,7 +186,7 @@ class Supervisor:
             await asyncio.sleep(min(WATCH_SECONDS, self._limits.hang_timeout / 4))
             self.client.expire()
             age = max(self.client.beat_age(), self.client.progress_age())
-            # If it was this process that stood still, the engine's words lie unread: they get one tick to come in.
+            # If this process was suspended, messages of the engine are unread; they have one interval to be read.
             was_late, is_late = is_late, age > self._limits.hang_timeout
             if is_late and was_late:
                 return QuireError("engine_hung", f"The engine has made no progress for {age:.1f} s.")
@@ -196,7 +198,7 @@ class Supervisor:
                     return QuireError("out_of_memory", what)
 
     async def check(self) -> wire.IntegrityReport:
-        """Ask the engine whether all it holds is accounted for."""
+        """Let the engine check that all its units and rows are accounted for, and return its answer."""
         if self._link is None:
             raise QuireError("engine_lost", "There is no engine to check just now.", "Try again in a moment.")
         number = next(self._numbers)
@@ -220,7 +222,7 @@ class Supervisor:
         self.client.attach(link)
 
     def _record_exit(self, link: EngineLink, cause: QuireError, exit_code: int | None, is_stopped: bool) -> QuireError:
-        """Write down why it was lost, which may turn out only now, and who was aboard."""
+        """Record the reason of the loss, which the exit code may refine, and detach the engine from the client."""
         kills = num_memory_kills()
         if exit_code == -9 and kills > self._memory_kills:
             cause = QuireError("out_of_memory", "The system ended the engine process because memory ran out.")
@@ -246,7 +248,7 @@ class Supervisor:
         return True
 
     def _wait_seconds(self) -> float:
-        """The first restart comes at once, the next ones wait twice as long each."""
+        """Return the delay of the next restart: none for the first one, then doubling."""
         again = len(self._restarts) - 2
         return 0.0 if again < 0 else min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**again)
 
@@ -262,18 +264,18 @@ class Supervisor:
         self.client.fail(self.cause)
 
     def _next_settings(self, cause: QuireError) -> dict[str, Any]:
-        """What the next engine is built from: the same, or less where the last one ran out of memory."""
+        """Return the settings of the next engine: reduced if the last one ran out of memory, otherwise the same."""
         if cause.code == "out_of_memory":
             self._previous_settings = self._settings
             ready, fewest = self.client.ready, int(self._first_pages * MIN_PAGES_SHARE)
-            fewest = max(fewest, num_pages_for(self.client.longest, ready))  # nobody under way is cut short
+            fewest = max(fewest, num_pages_for(self.client.longest, ready))  # every live request still fits
             self._settings = with_less_memory(self._settings, self._limits.on_memory, ready, fewest)
             changed = {
                 name: value for name, value in self._settings.items() if self._previous_settings.get(name) != value
             }
             event = "less memory for the next engine" if changed else "the next engine gets as much memory as the last"
             self._log("warning", event, **changed)
-        elif cause.code in UNUSABLE_SETTINGS:  # less was too little, or not possible
+        elif cause.code in UNUSABLE_SETTINGS:  # the reduced settings were too small or not valid
             self._settings = self._previous_settings
         return self._settings
 
@@ -283,7 +285,7 @@ class Supervisor:
 
 
 def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.EngineReady, fewest: int = 2) -> dict[str, Any]:
-    """Settings that need less, as configured: a lower precision, or a quarter less pool, but not below `fewest`."""
+    """Return settings that need less memory: a lower precision, or `SHRINK_FACTOR` of the pages, at least `fewest`."""
     if how == "precision" and ready.lower:
         return {**settings, **ready.lower}
     pages = int(settings.get("num_pages") or num_pages(ready))
@@ -292,12 +294,12 @@ def with_less_memory(settings: Mapping[str, Any], how: str, ready: wire.EngineRe
 
 
 def num_pages(ready: wire.EngineReady) -> int:
-    """Pages of the engine's pool, which those of windows are smaller than; 0: it has none."""
+    """Return the pages of the engine's largest pool; 0: it has no paged group."""
     return max((group["units"] for group in _paged(ready)), default=0)
 
 
 def num_pages_for(num_tokens: int, ready: wire.EngineReady) -> int:
-    """Pages a pool must have for a request of so many tokens, with some room to move."""
+    """Return the pages a pool needs for a request of `num_tokens` tokens, with two to spare."""
     return 2 + max((-(-num_tokens // group["page_tokens"]) for group in _paged(ready)), default=0)
 
 

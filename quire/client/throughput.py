@@ -1,6 +1,6 @@
-"""How fast the engine gets through requests, measured while it works: what an honest Retry-After is computed from.
+"""Estimates how fast the engine completes requests; Retry-After is computed from it.
 
-Fed with every beat. Idle time does not count, so a server that had little to do is not taken for a slow one.
+The client records every beat of the engine. Only busy time counts, so that an idle server is not taken for a slow one.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections import deque
 
 KEPT_BUSY_SECONDS = 60.0
-APART_SECONDS = 0.25  # between two marks that are kept: an engine that goes idle after every request beats often
+APART_SECONDS = 0.25  # minimum between two kept marks: an engine that goes idle after every request sends many beats
 MIN_BUSY_SECONDS = 0.5
-UNKNOWN_SECONDS = 1.0  # for each request, before anything was measured
+UNKNOWN_SECONDS = 1.0  # per request, before the first measurement
 
 
 class ThroughputEstimate:
     def __init__(self) -> None:
-        self._marks: deque[tuple[float, int]] = deque()  # busy seconds and ended requests, as the beats said them
+        self._marks: deque[tuple[float, int]] = deque()  # busy seconds and ended requests of beats
 
     def record(self, busy_seconds: float, ended: int) -> None:
         if self._marks and (busy_seconds < self._marks[-1][0] or ended < self._marks[-1][1]):
-            self._marks.clear()  # another engine, which counts from zero
+            self._marks.clear()  # a new engine, whose counters start at zero
         if len(self._marks) > 1 and busy_seconds < self._marks[-2][0] + APART_SECONDS:
             self._marks.pop()
         self._marks.append((busy_seconds, ended))
@@ -27,11 +27,11 @@ class ThroughputEstimate:
             self._marks.popleft()
 
     def seconds_for(self, count: int) -> float:
-        """How long until so many requests have ended, if it goes on as lately."""
+        """Return the estimated seconds until `count` more requests have ended."""
         if not self._marks:
             return count * UNKNOWN_SECONDS
         busy = self._marks[-1][0] - self._marks[0][0]
         ended = self._marks[-1][1] - self._marks[0][1]
         if busy < MIN_BUSY_SECONDS:
             return count * UNKNOWN_SECONDS
-        return count * busy / max(ended, 1)  # none so far: it takes at least as long as we have watched
+        return count * busy / max(ended, 1)  # none ended: a request takes at least the time observed

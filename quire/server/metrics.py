@@ -38,8 +38,12 @@ class Metrics:
         self._open = Gauge("quire_http_open", "HTTP requests being answered", **registry)
         self._failures = Counter("quire_failures", "Failed requests by route and code", ("route", "code"), **registry)
         self._cut = Counter("quire_cut_readers", "Clients cut off because they did not read", route, **registry)
-        self._broken = Counter("quire_streams_broken", "Streams that began and did not end well, by outcome",
-                               ("route", "outcome"), **registry)  # fmt: skip
+        self._broken = Counter(
+            "quire_streams_broken",
+            "Streams that began and did not end well, by outcome",
+            ("route", "outcome"),
+            **registry,
+        )
         self._disconnects = Counter("quire_disconnects", "Clients that left before the end", route, **registry)
         self._first_token = Histogram("quire_ttft_seconds", "Time to first token", route, buckets=SECONDS, **registry)
         self._per_token = Histogram(
@@ -169,7 +173,9 @@ class _EngineCollector:
         for key, count in supervisor.errors.counts.items():
             errors.add_metric(list(key.split("/", 1)), count)
         yield errors
-        yield CounterMetricFamily("quire_resumed", "Requests that went on with another engine",
-                                  value=self._client.num_resumed)  # fmt: skip
-        yield GaugeMetricFamily("quire_engine_peak_memory_bytes", "Most the engine process has held",
-                                value=supervisor.peak_memory)  # fmt: skip
+        yield CounterMetricFamily(
+            "quire_resumed", "Requests that went on with another engine", value=self._client.num_resumed
+        )
+        yield GaugeMetricFamily(
+            "quire_engine_peak_memory_bytes", "Most the engine process has held", value=supervisor.peak_memory
+        )

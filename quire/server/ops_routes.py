@@ -58,10 +58,14 @@ def admin_router(server: Server) -> APIRouter:
     async def engine() -> dict[str, Any]:
         """Everything about the engine process, for operators: memory plan and open requests."""
         live = [
-            {"id": name, "prompt_tokens": one.request.prompt_len, "output_tokens": len(one.delivered),
-             "priority": one.request.priority}
+            {
+                "id": name,
+                "prompt_tokens": one.request.prompt_len,
+                "output_tokens": len(one.delivered),
+                "priority": one.request.priority,
+            }
             for name, one in list(server.client.live.items())[:1000]
-        ]  # fmt: skip
+        ]
         ready = server.client.ready
         return {**stats_body(server), "pid": server.client.pid, "memory": ready.memory, "live": live}
 
@@ -70,29 +74,41 @@ def admin_router(server: Server) -> APIRouter:
         """The engine process and its loop as state machines: where they are, how they got there, how often."""
         supervisor, client = server.supervisor, server.client
         return {
-            "process": {"state": supervisor.states.state.value, "seconds": round(supervisor.states.age(), 3),
-                        "transitions": supervisor.states.counts,
-                        "history": [asdict(move) for move in supervisor.states.history]},
+            "process": {
+                "state": supervisor.states.state.value,
+                "seconds": round(supervisor.states.age(), 3),
+                "transitions": supervisor.states.counts,
+                "history": [asdict(move) for move in supervisor.states.history],
+            },
             "loop": {"state": client.beat.state, "transitions": client.beat.transitions},
-            "restarts": supervisor.num_restarts, "resumed_requests": client.num_resumed,
+            "restarts": supervisor.num_restarts,
+            "resumed_requests": client.num_resumed,
             "suspects": client.num_suspects,
             "recovery_seconds": [round(seconds, 3) for seconds in supervisor.recovery_seconds],
-            "peak_memory": supervisor.peak_memory, "cause": None if supervisor.cause is None else str(supervisor.cause),
-        }  # fmt: skip
+            "peak_memory": supervisor.peak_memory,
+            "cause": None if supervisor.cause is None else str(supervisor.cause),
+        }
 
     @router.get("/admin/errors")
     async def errors(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, Any]:
         """The one queue of everything that went wrong, newest first."""
         queue = server.supervisor.errors
-        return {"total": queue.total, "counts": dict(queue.counts),
-                "errors": [asdict(failure) for failure in queue.newest(limit)]}  # fmt: skip
+        return {
+            "total": queue.total,
+            "counts": dict(queue.counts),
+            "errors": [asdict(failure) for failure in queue.newest(limit)],
+        }
 
     @router.post("/admin/check")
     async def check() -> dict[str, Any]:
         """Prove that every row, page and lease of the engine is accounted for."""
         checked = await server.supervisor.check()
-        return {"ok": checked.problem is None, "problem": checked.problem, "requests": checked.num_requests,
-                "leaked_units": checked.num_leaked}  # fmt: skip
+        return {
+            "ok": checked.problem is None,
+            "problem": checked.problem,
+            "requests": checked.num_requests,
+            "leaked_units": checked.num_leaked,
+        }
 
     @router.post("/admin/cancel")
     async def cancel_all() -> dict[str, Any]:
@@ -109,10 +125,15 @@ def stats_body(server: Server) -> dict[str, Any]:
     return {
         "engine": msgspec.to_builtins(_as_dict(client.beat)),
         "limits": client.ready.limits,
-        "model": {"names": server.names, "dtype": client.ready.dtype, "max_model_len": server.edge.max_len,
-                  "vocab_size": server.edge.vocab_size, "tool_format": server.chat.tool_format},
+        "model": {
+            "names": server.names,
+            "dtype": client.ready.dtype,
+            "max_model_len": server.edge.max_len,
+            "vocab_size": server.edge.vocab_size,
+            "tool_format": server.chat.tool_format,
+        },
         "http": {"open": server.open_replies, "live": len(client.live), "draining": server.draining},
-    }  # fmt: skip
+    }
 
 
 def _as_dict(beat: Any) -> dict[str, Any]:

@@ -50,9 +50,13 @@ BACKLOG = 2048
 
 
 async def serve(
-    config: Config, files: ModelFiles, engine_command: Sequence[str], on_ready: Callable[[str], None], version: str,
+    config: Config,
+    files: ModelFiles,
+    engine_command: Sequence[str],
+    on_ready: Callable[[str], None],
+    version: str,
     load: Callable[[ModelFiles], Tokenizer | None] = load_tokenizer,
-) -> int:  # fmt: skip
+) -> int:
     """Run until told to stop; returns the exit code. `on_ready` gets the URL once requests are taken."""
     log = Log(config.server.log_level, config.server.log_form)
     listener = bind(config.server.host, config.server.port, config.server.send_timeout)
@@ -156,9 +160,19 @@ def bind(host: str, port: int, send_timeout: float = 0.0) -> socket.socket:
 
 async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: Callable[[str], None]) -> int:
     http = _Http(
-        uvicorn.Config(app, loop="none", http=connection_factory(server), ws="none", lifespan="off", log_config=None,
-                       access_log=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=75)
-    )  # fmt: skip
+        uvicorn.Config(
+            app,
+            loop="none",
+            http=connection_factory(server),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=75,
+        )
+    )
     library = logging.getLogger("uvicorn.error")
     library.propagate = False
     library.addHandler(LibraryLines(server.log))

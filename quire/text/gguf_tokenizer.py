@@ -32,9 +32,18 @@ class TokenType(IntEnum):
 # Control tokens that end a turn or a text whatever the file's keys say: GGUF has room for one EOS id only, and many
 # files name the end of text there while the model says the end of turn, or the other way round.
 _TURN_ENDS = (
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|call|>",
-    "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
-)  # fmt: skip
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+)
 _NAMED_IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 _SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # where a `llama` file does not say
 

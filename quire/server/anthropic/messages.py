@@ -14,8 +14,11 @@ from quire.server.http.encoding import named_event
 from quire.server.http.errors import ApiError, error_body
 from quire.server.sample import End, Piece
 
-_DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
-           "call": ("input_json_delta", "partial_json")}  # fmt: skip
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 def stop_reason(end: End, has_calls: bool) -> str:
@@ -46,12 +49,20 @@ class MessageState:
         self.feed(pieces)
 
     async def body(self) -> dict[str, Any]:
-        return {**self._head, "content": [block_body(block) for block in self.blocks.all], **self.ending(),
-                "usage": self.usage()}  # fmt: skip
+        return {
+            **self._head,
+            "content": [block_body(block) for block in self.blocks.all],
+            **self.ending(),
+            "usage": self.usage(),
+        }
 
     def opening(self) -> dict[str, Any]:
-        usage = {"input_tokens": sum(map(len, self.run.job.prompts)), "cache_creation_input_tokens": 0,
-                 "cache_read_input_tokens": 0, "output_tokens": 0}  # fmt: skip
+        usage = {
+            "input_tokens": sum(map(len, self.run.job.prompts)),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 0,
+        }
         return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def ending(self) -> dict[str, Any]:

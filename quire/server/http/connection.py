@@ -39,10 +39,11 @@ _HEAD_TOO_LARGE = ApiError(
     431, "headers_too_large", f"The head has more than {MAX_HEAD} bytes or {MAX_FIELDS} fields. Send fewer headers."
 )
 _FRAMING_TOO_LARGE = ApiError(
-    431, "headers_too_large",
+    431,
+    "headers_too_large",
     f"The body's chunks need more bytes than they hold, or its trailers have more than {MAX_FRAMING} bytes or "
     f"{MAX_FIELDS} fields. Send larger chunks without extensions and trailers.",
-)  # fmt: skip
+)
 _FULL = ApiError(503, "overloaded", "The server holds too many bytes of requests. Try again a little later.")
 _BUG = ApiError(500, "internal_error", "The server made a mistake. It has been logged.")
 _NO_ROOM = ApiError(503, "overloaded", "The server has too many open connections. Try again a little later.")
@@ -303,8 +304,12 @@ class Connection(HttpToolsProtocol):
         self._others.report(name, error)
         dialect = dialect_of(path)
         body = to_json(error_body(dialect, error, name))
-        lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
-                 (b"connection", b"close"), (b"x-request-id", name.encode())]  # fmt: skip
+        lines = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+            (b"x-request-id", name.encode()),
+        ]
         if dialect == "anthropic":
             lines.append((b"request-id", name.encode()))
         return lines, body

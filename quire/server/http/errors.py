@@ -44,9 +44,21 @@ STATUS_BY_CODE = {
     "kernel_failed": 500,
 }
 # What these say of our insides is for the log, not for a client.
-INSIDE_CODES = frozenset({"step_failed", "engine_failed", "device_lost", "grammar_failed", "out_of_memory",
-                          "prepare_failed", "detokenize_failed", "frames_lost", "frames_damaged",
-                          "check_failed", "kernel_failed"})  # fmt: skip
+INSIDE_CODES = frozenset(
+    {
+        "step_failed",
+        "engine_failed",
+        "device_lost",
+        "grammar_failed",
+        "out_of_memory",
+        "prepare_failed",
+        "detokenize_failed",
+        "frames_lost",
+        "frames_damaged",
+        "check_failed",
+        "kernel_failed",
+    }
+)
 INSIDE_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
 # What clients of a route call what has another name with us. `param` is in the client's words.
 CLIENT_NAMES = {
@@ -73,8 +85,9 @@ ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    def __init__(self, status: int, code: str, message: str, param: str | None = None,
-                 headers: Mapping[str, str] | None = None):  # fmt: skip
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ):
         super().__init__(message)
         self.status = status
         self.code = code

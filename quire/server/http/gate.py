@@ -31,9 +31,14 @@ BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 CORS_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta"
 CORS_METHODS = "GET, POST, DELETE, OPTIONS"
 CORS_SHOWN = ", ".join(
-    ("x-request-id", "request-id", "retry-after", "x-quire-warning",
-     *(f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")))
-)  # fmt: skip
+    (
+        "x-request-id",
+        "request-id",
+        "retry-after",
+        "x-quire-warning",
+        *(f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+    )
+)
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{1,4096}")
 
 
@@ -101,9 +106,18 @@ class _Passage:
             level = "debug" if self._path in PROBES or self._path == "/metrics" else "info"
             totals = scope["state"].get("totals")  # of a route that generated something
             tokens = {} if totals is None else asdict(totals)
-            self._log.write(level, "reply", id=self._id, method=self._scope["method"], path=self._path[:200],
-                            status=self._status, outcome=scope["state"].get("outcome"), seconds=seconds,
-                            caller=scope["state"].get("caller"), **tokens)  # fmt: skip
+            self._log.write(
+                level,
+                "reply",
+                id=self._id,
+                method=self._scope["method"],
+                path=self._path[:200],
+                status=self._status,
+                outcome=scope["state"].get("outcome"),
+                seconds=seconds,
+                caller=scope["state"].get("caller"),
+                **tokens,
+            )
 
     async def _pass(self, scope: Scope) -> None:
         try:
@@ -136,8 +150,11 @@ class _Passage:
         # Clients send headers of their own about themselves; which ones is no business of ours.
         asked = self._headers.get("access-control-request-headers", "")
         allowed = asked if _HEADER_NAMES.fullmatch(asked) else CORS_HEADERS
-        self._extra |= {"access-control-allow-methods": CORS_METHODS, "access-control-allow-headers": allowed,
-                        "access-control-max-age": "600"}  # fmt: skip
+        self._extra |= {
+            "access-control-allow-methods": CORS_METHODS,
+            "access-control-allow-headers": allowed,
+            "access-control-max-age": "600",
+        }
         await self._send_on({"type": "http.response.start", "status": 204, "headers": []})
         await self._send_on({"type": "http.response.body", "body": b""})
         return True
@@ -231,8 +248,11 @@ class _Passage:
             self._status = message["status"]
             extra = {**self._extra, **(self._limits.headers() if self._limits is not None else {})}
             present = {name.lower() for name, _ in message.get("headers", [])}
-            added = [(name.encode(), value.encode("latin-1")) for name, value in extra.items()
-                     if name.encode() not in present]  # fmt: skip
+            added = [
+                (name.encode(), value.encode("latin-1"))
+                for name, value in extra.items()
+                if name.encode() not in present
+            ]
             message = {**message, "headers": [*message.get("headers", []), *added]}
         await self._send(message)
 

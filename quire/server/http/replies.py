@@ -133,8 +133,13 @@ class _Reader:
             await self.send({"type": "http.response.body", "body": frame, "more_body": True})
 
 
-async def whole_reply(request: Request, run: Run, take: Callable[[Iterable[Piece]], None],
-                      body: Callable[[], Awaitable[object]], server: Server) -> Response:  # fmt: skip
+async def whole_reply(
+    request: Request,
+    run: Run,
+    take: Callable[[Iterable[Piece]], None],
+    body: Callable[[], Awaitable[object]],
+    server: Server,
+) -> Response:
     """Gathers everything, then answers once. A client that hangs up before that cancels its request."""
     request.state.totals = run.totals  # for the log
     watcher = asyncio.create_task(_close_when_gone(request.receive, run))

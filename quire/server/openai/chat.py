@@ -59,11 +59,15 @@ class ChatStream:
 
     keep_alive = COMMENT
 
-    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool,
-                 options: StreamOptions | None):  # fmt: skip
+    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool, options: StreamOptions | None):
         self._run, self._tokenizer, self._with_logprobs = run, tokenizer, with_logprobs
-        head = {"id": new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time()),
-                "model": model, "system_fingerprint": None}  # fmt: skip
+        head = {
+            "id": new_id("chatcmpl-"),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": None,
+        }
         self._chunks = Chunks(head, run, options)
         self.finish, self.fail = self._chunks.finish, self._chunks.fail
         self._has_calls = [False] * run.num_samples
@@ -100,8 +104,12 @@ class ChatStream:
             return {"reasoning_content": event.text}
         if isinstance(event, ToolCallStart):
             self._has_calls[piece.index] = True
-            call = {"index": event.index, "id": new_id("call_"), "type": "function",
-                    "function": {"name": event.name, "arguments": ""}}  # fmt: skip
+            call = {
+                "index": event.index,
+                "id": new_id("call_"),
+                "type": "function",
+                "function": {"name": event.name, "arguments": ""},
+            }
             return {"tool_calls": [call]}
         if isinstance(event, ToolCallDelta):
             return {"tool_calls": [{"index": event.index, "function": {"arguments": event.arguments}}]}

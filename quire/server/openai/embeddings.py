@@ -25,9 +25,12 @@ from quire.types import PoolingRule, SamplingParams, choose_pooling
 
 class EmbeddingsBody(Service):
     model: Name | None = None
-    input: str | TokenPrompt | Annotated[Items[str], Field(min_length=1)] | Annotated[
-        Items[TokenPrompt], Field(min_length=1)
-    ]  # fmt: skip
+    input: (
+        str
+        | TokenPrompt
+        | Annotated[Items[str], Field(min_length=1)]
+        | Annotated[Items[TokenPrompt], Field(min_length=1)]
+    )
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     pooling: Literal["mean", "last"] | None = None  # None: the model's own, or --pooling

@@ -13,8 +13,17 @@ JsonObject = dict[str, Any]
 
 
 class InputPart(Body):
-    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text", "input_image",
-                  "input_file", "input_audio"]  # fmt: skip
+    type: Literal[
+        "input_text",
+        "output_text",
+        "text",
+        "refusal",
+        "reasoning_text",
+        "summary_text",
+        "input_image",
+        "input_file",
+        "input_audio",
+    ]
     text: str | None = None
     refusal: str | None = None
     annotations: Items[JsonObject] | None = None

@@ -60,8 +60,12 @@ def full_name(namespace: str | None, name: str) -> str:
 def namespaced(tools: Iterable[ResponseTool]) -> dict[str, tuple[str, str]]:
     """The model's names of functions in namespaces, and the two parts of each."""
     spaces = [tool for tool in tools if tool.type == "namespace" and tool.name is not None]
-    return {full_name(space.name, tool.name): (space.name, tool.name)  # type: ignore[misc]
-            for space in spaces for tool in space.tools or () if tool.name is not None}  # fmt: skip
+    return {
+        full_name(space.name, tool.name): (space.name, tool.name)  # type: ignore[misc]
+        for space in spaces
+        for tool in space.tools or ()
+        if tool.name is not None
+    }
 
 
 def _tools_of(tools: Iterable[ResponseTool]) -> dict[str, dict[str, Any]]:
@@ -85,8 +89,12 @@ def _tool_of(tool: ResponseTool, where: str) -> dict[str, Any]:
         raise bad_request("unsupported_tool", message, f"{where}.type")
     if tool.name is None:
         raise bad_request("missing_field", f"The field '{where}.name' is missing.", f"{where}.name")
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters,
-                "strict": tool.strict}  # fmt: skip
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 

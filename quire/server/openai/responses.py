@@ -72,8 +72,14 @@ class ResponseState:
     def item(self, block: Block, status: str) -> dict[str, Any]:
         if block.kind == "call":
             call_id = self._call_ids.setdefault(block.index, new_id("call_"))
-            return {"id": self.item_id(block), "type": "function_call", "status": status, "call_id": call_id,
-                    **self.call_name(block), "arguments": block.text}  # fmt: skip
+            return {
+                "id": self.item_id(block),
+                "type": "function_call",
+                "status": status,
+                "call_id": call_id,
+                **self.call_name(block),
+                "arguments": block.text,
+            }
         parts = [self.part(block)] if block.text else []
         if block.kind == "reasoning":
             return {"id": self.item_id(block), "type": "reasoning", "summary": [], "content": parts, "status": status}
@@ -144,10 +150,14 @@ class ResponseState:
         texts = [block.text for block in self.blocks.all if block.kind == "text"]
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
         calls = [
-            {"id": self._call_ids.setdefault(block.index, new_id("call_")), "type": "function",
-             "function": {"name": block.name, "arguments": block.text or "{}"}}
-            for block in self.blocks.all if block.kind == "call" and block.is_whole
-        ]  # fmt: skip
+            {
+                "id": self._call_ids.setdefault(block.index, new_id("call_")),
+                "type": "function",
+                "function": {"name": block.name, "arguments": block.text or "{}"},
+            }
+            for block in self.blocks.all
+            if block.kind == "call" and block.is_whole
+        ]
         return {**message, "tool_calls": calls} if calls else message
 
 
@@ -222,8 +232,12 @@ class ResponseStream:
     def _closed(self, block: Block, place: dict[str, Any]) -> bytes:
         done = self._event
         if block.kind == "call":
-            frames = done("response.function_call_arguments.done", **place, name=self._state.call_name(block)["name"],
-                          arguments=block.text)  # fmt: skip
+            frames = done(
+                "response.function_call_arguments.done",
+                **place,
+                name=self._state.call_name(block)["name"],
+                arguments=block.text,
+            )
         else:
             part, place = self._state.part(block), {**place, "content_index": 0}
             if block.kind == "reasoning":

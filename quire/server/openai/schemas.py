@@ -135,9 +135,12 @@ class ChatBody(OpenAISampling):
 
 
 class CompletionBody(OpenAISampling):
-    prompt: str | TokenPrompt | Annotated[Items[str], Field(min_length=1)] | Annotated[
-        Items[TokenPrompt], Field(min_length=1)
-    ]  # fmt: skip
+    prompt: (
+        str
+        | TokenPrompt
+        | Annotated[Items[str], Field(min_length=1)]
+        | Annotated[Items[TokenPrompt], Field(min_length=1)]
+    )
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False

@@ -20,8 +20,9 @@ from quire.text.conversation import Conversation
 from quire.types import GrammarSpec, QuireError, SamplingParams
 
 
-def params_of(body: OpenAISampling, *, max_tokens: int | None, logprobs: int | None,
-              prompt_logprobs: int | None = None) -> SamplingParams:  # fmt: skip
+def params_of(
+    body: OpenAISampling, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
     return sampling_params(
         body,
         stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
@@ -118,8 +119,9 @@ def output_param(structured: StructuredOutputs | None, rival: str = "response_fo
     return rival if structured is None else "structured_outputs"
 
 
-def structured_grammar(grammar: GrammarSpec | None, structured: StructuredOutputs | None,
-                       rival: str) -> GrammarSpec | None:  # fmt: skip
+def structured_grammar(
+    grammar: GrammarSpec | None, structured: StructuredOutputs | None, rival: str
+) -> GrammarSpec | None:
     """What `structured_outputs` asks for; `grammar` is what the field `rival` did."""
     if structured is None:
         return grammar

@@ -170,7 +170,11 @@ class LiveFeed:
 def _shown(live: Iterable[LiveRequest]) -> list[dict[str, Any]]:
     now = time.monotonic()  # the clock of arrivals
     return [
-        {"id": one.request.id, "prompt_tokens": one.request.prompt_len, "output_tokens": len(one.delivered),
-         "seconds": round(now - one.request.arrival, 2)}
+        {
+            "id": one.request.id,
+            "prompt_tokens": one.request.prompt_len,
+            "output_tokens": len(one.delivered),
+            "seconds": round(now - one.request.arrival, 2),
+        }
         for one in islice(live, MAX_OPEN)
-    ]  # fmt: skip
+    ]

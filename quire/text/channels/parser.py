@@ -25,8 +25,15 @@ from quire.types import QuireError
 
 
 class ChannelParser:
-    def __init__(self, tool_format: ToolFormat | None, style: ReasoningStyle | None, *, reasoning_open: bool = False,
-                 tools: Sequence[ToolSpec] = (), must_call: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        tool_format: ToolFormat | None,
+        style: ReasoningStyle | None,
+        *,
+        reasoning_open: bool = False,
+        tools: Sequence[ToolSpec] = (),
+        must_call: bool = False,
+    ):
         self._log = EventLog()
         self._source = Source(self._log)
         self._format = tool_format
@@ -77,9 +84,14 @@ class ChannelParser:
         yield from source.spaces()
 
 
-def make_channel_parser(format_name: str | None, *, reasoning: bool | ReasoningStyle = False,
-                        reasoning_open: bool = False, tools: Sequence[ToolSpec] = (),
-                        must_call: bool = False) -> ChannelParser:  # fmt: skip
+def make_channel_parser(
+    format_name: str | None,
+    *,
+    reasoning: bool | ReasoningStyle = False,
+    reasoning_open: bool = False,
+    tools: Sequence[ToolSpec] = (),
+    must_call: bool = False,
+) -> ChannelParser:
     """A parser for one sample. `format_name` is one of `FORMATS`, or None or "none" where no calls are looked for (a
     request without tools, or with `tool_choice` none); `reasoning` true means `<think>`. `reasoning_open`: the prompt
     ended with the opening marker already (see `opens_reasoning`). `must_call`: a grammar makes the answer calls."""
@@ -90,5 +102,4 @@ def make_channel_parser(format_name: str | None, *, reasoning: bool | ReasoningS
         known = ", ".join([*FORMATS, "none"])
         what = f"The tool-call format {format_name!r} is not known."
         raise QuireError("invalid_parameter", what, f"Known are: {known}.", "tool_format")
-    return ChannelParser(FORMATS[format_name], style, reasoning_open=reasoning_open, tools=tools,
-                         must_call=must_call)  # fmt: skip
+    return ChannelParser(FORMATS[format_name], style, reasoning_open=reasoning_open, tools=tools, must_call=must_call)

@@ -17,9 +17,16 @@ from quire.types import GrammarSpec, QuireError
 SPACE_AFTER_REASONING = r"/[ \n\t]{0,4}/"
 
 
-def tool_grammar(format_name: str, tools: Sequence[ToolSpec], choice: str, *, parallel: bool = True,
-                 special_id: TokenIdOf = lambda text: None, leads: bool = False,
-                 answer: GrammarSpec | None = None) -> GrammarSpec | None:  # fmt: skip
+def tool_grammar(
+    format_name: str,
+    tools: Sequence[ToolSpec],
+    choice: str,
+    *,
+    parallel: bool = True,
+    special_id: TokenIdOf = lambda text: None,
+    leads: bool = False,
+    answer: GrammarSpec | None = None,
+) -> GrammarSpec | None:
     """The grammar for `choice`: "auto", "required", "none", or a tool's name. None: there is nothing to enforce.
 
     `special_id` says which markers are special tokens of the model, and their ids (see `Tokenizer.is_special`):
@@ -64,14 +71,17 @@ def _can_join(tool_format: ToolFormat, tools: Sequence[ToolSpec], answer: Gramma
     return not tool_format.plain_key or not any('"$ref"' in text for text in texts)
 
 
-def _call_or(text: GrammarText, tool_format: ToolFormat, tools: Sequence[ToolSpec], calls: str,
-             answer: GrammarSpec) -> str:  # fmt: skip
+def _call_or(
+    text: GrammarText, tool_format: ToolFormat, tools: Sequence[ToolSpec], calls: str, answer: GrammarSpec
+) -> str:
     """Calls, or an answer of that kind."""
     if not tool_format.plain_key or answer.kind not in ("json_object", "json_schema"):
         return f"({text.rule(calls)} | {text.answer(answer)})"
     # Both are JSON, and the grammar engine's lexer would decide for one of them at the first brace: so they are one.
-    return text.json({"anyOf": [*(call_schema(tool, tool_format.plain_key) for tool in tools), schema_of(answer)]},
-                     strict=answer.strict and all(tool.strict for tool in tools))  # fmt: skip
+    return text.json(
+        {"anyOf": [*(call_schema(tool, tool_format.plain_key) for tool in tools), schema_of(answer)]},
+        strict=answer.strict and all(tool.strict for tool in tools),
+    )
 
 
 def _free(text: GrammarText, tool_format: ToolFormat, after_trigger: str, parallel: bool) -> str:

@@ -19,8 +19,9 @@ _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _ANNOTATIONS = frozenset(["title", "description", "$comment", "default", "examples", "type", "$schema", "$defs", "$id"])
 
 
-def read_logic(walk: Walk, schema: Mapping[str, Any], place: str, depth: int, made: dict[str, Any],
-               more: list[Any]) -> None:  # fmt: skip
+def read_logic(
+    walk: Walk, schema: Mapping[str, Any], place: str, depth: int, made: dict[str, Any], more: list[Any]
+) -> None:
     if "allOf" in schema:
         more.extend(_parts(walk, schema, "allOf", place, depth))
     if "anyOf" in schema:

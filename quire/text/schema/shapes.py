@@ -38,8 +38,9 @@ def read_array(walk: Walk, schema: Mapping[str, Any], place: str, depth: int, ma
     _read_unevaluated(walk, schema, "unevaluatedItems", "items", place, depth, made)
 
 
-def read_object(walk: Walk, schema: Mapping[str, Any], place: str, depth: int, made: dict[str, Any],
-                more: list[Any]) -> None:  # fmt: skip
+def read_object(
+    walk: Walk, schema: Mapping[str, Any], place: str, depth: int, made: dict[str, Any], more: list[Any]
+) -> None:
     if "properties" in schema:
         properties = _mapping(schema, "properties", place)
         made["properties"] = {
@@ -75,8 +76,9 @@ def _read_required(walk: Walk, schema: Mapping[str, Any], place: str, made: dict
         made["required"] = list(dict.fromkeys(required))
 
 
-def _read_pattern_properties(walk: Walk, schema: Mapping[str, Any], place: str, depth: int,
-                             made: dict[str, Any]) -> None:  # fmt: skip
+def _read_pattern_properties(
+    walk: Walk, schema: Mapping[str, Any], place: str, depth: int, made: dict[str, Any]
+) -> None:
     """Where a pattern is left out, the names it stands for must stay possible."""
     if "patternProperties" not in schema:
         return
@@ -100,8 +102,9 @@ def _read_pattern_properties(walk: Walk, schema: Mapping[str, Any], place: str, 
         made["patternProperties"] = found
 
 
-def _read_unevaluated(walk: Walk, schema: Mapping[str, Any], keyword: str, plain: str, place: str, depth: int,
-                      made: dict[str, Any]) -> None:  # fmt: skip
+def _read_unevaluated(
+    walk: Walk, schema: Mapping[str, Any], keyword: str, plain: str, place: str, depth: int, made: dict[str, Any]
+) -> None:
     """Where nothing else looks at the value, it means what its plain counterpart means."""
     if keyword not in schema or schema[keyword] is True or schema[keyword] == {}:
         return

@@ -20,9 +20,14 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^<>\s]")
 _TYPES: Mapping[type, tuple[str, ...]] = {
-    bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",),
-    list: ("array",), dict: ("object",), type(None): ("null",),
-}  # fmt: skip
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
 
 
 class Qwen3Coder:

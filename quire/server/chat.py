@@ -73,7 +73,8 @@ class ChatPrompts:
         return unpack_ids((await self._work.run(EncodeText(text, COUNTED_TOKENS, add_special))).ids)
 
     async def detokenize(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        return (await self._work.run(DecodeTokens(pack_ids(ids), skip_special))).text
+        text: str = (await self._work.run(DecodeTokens(pack_ids(ids), skip_special))).text
+        return text
 
     async def resolve(self, params: SamplingParams) -> SamplingParams:
         """The parameters in force: the model's defaults filled in, words given as token ids."""
@@ -99,4 +100,5 @@ class ChatPrompts:
         return found
 
     async def check_body(self, path: str, body: bytes) -> bytes:
-        return (await self._work.run(CheckBody(path, body, self._max_prompt))).packed
+        packed: bytes = (await self._work.run(CheckBody(path, body, self._max_prompt))).packed
+        return packed

@@ -73,7 +73,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def tick(self, context: Any) -> str:
         """Count one turn of a loop. `_count_turns` writes calls of this method into the template."""
-        return context.parent[BUDGET]()
+        budget: Budget = context.parent[BUDGET]
+        return budget()
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
@@ -93,7 +94,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise OverflowError("a power is too large")
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str):

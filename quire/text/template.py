@@ -209,7 +209,8 @@ def _text_of(part: dict[str, Any]) -> str:
             "Send text parts only.",
             param="messages",
         )
-    return part["text"]
+    text: str = part["text"]
+    return text
 
 
 def _marked(message: Message) -> Message:

@@ -117,7 +117,7 @@ class Tokenizer:
         """Special tokens written in the text are recognised. `add_special` puts BOS (and EOS) where the model wants
         them; leave it off for text from a chat template, which writes its own."""
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special).ids
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         except TypeError:  # what the backend says to other types, and to text that has no UTF-8 form
             why = "holds half a surrogate pair" if isinstance(text, str) else f"is of type {type(text).__name__}"
             raise QuireError("invalid_text", f"The text can't be encoded: it {why}.", "Send valid Unicode.") from None
@@ -147,7 +147,8 @@ class Tokenizer:
 
     def decode_opaque(self, ids: Sequence[int]) -> str:
         """The backend's own way of joining tokens; the only one there is for an opaque vocabulary."""
-        return self._backend.decode(ids, skip_special_tokens=False)
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
 
     def shown_ids(self, ids: Iterable[int], skip_special: bool) -> list[int]:
         """The ids that have a say in the text: known ones, and special ones only if wanted."""

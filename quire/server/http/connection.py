@@ -196,7 +196,7 @@ class Connection(HttpToolsProtocol):
             return message
 
         try:
-            await self._application(scope, receive_and_count, send_on)  # type: ignore[arg-type]
+            await self._application(scope, receive_and_count, send_on)
         except Exception as error:
             if started:
                 raise

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.server.textwork.process import MAX_FRAME, processor_seconds
-from quire.server.textwork.tasks import RenderChat, Result, Setup, Task, TextTasks, raise_refusal
+from quire.server.textwork.tasks import Refused, RenderChat, Result, Setup, Task, TextTasks, raise_refusal
 from quire.types import QuireError
 
 SHORT_BYTES = 64 << 10  # a larger task goes to the worker for long ones
@@ -80,8 +80,8 @@ class WorkerPool:
 
 
 def checked(result: Result) -> Result:
-    if type(result).__name__ == "Refused":
-        raise_refusal(result)  # type: ignore[arg-type]
+    if isinstance(result, Refused):
+        raise_refusal(result)
     return result
 
 
@@ -227,7 +227,8 @@ class _Worker:
         finally:
             if not done:  # also when the caller was cancelled: the reply would be taken for the next task's
                 self.kill()
-        return msgspec.msgpack.decode(reply, type=Result)
+        result: Result = msgspec.msgpack.decode(reply, type=Result)
+        return result
 
     async def _exchange(self, payload: bytes) -> bytes:
         self._writer.write(struct.pack("<I", len(payload)))

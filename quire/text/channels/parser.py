@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.text.channels.events import Event, EventLog, TextDelta, ToolSpec
-from quire.text.channels.formats import FORMATS, ToolFormat
+from quire.text.channels.formats import FORMATS
+from quire.text.channels.formats.seam import ToolFormat
 from quire.text.channels.reasoning import THINK, ReasoningStyle
 from quire.text.channels.source import Reading, Source
 from quire.types import QuireError

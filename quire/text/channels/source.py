@@ -116,9 +116,10 @@ class Source:
                 return None
             if char == '"' and not escaped:
                 try:
-                    return json.loads(raw, strict=False)
+                    text: str = json.loads(raw, strict=False)
                 except ValueError:
                     return None
+                return text
             escaped = char == "\\" and not escaped
         return _unclosed_string(raw) if partial and self.broke_off else None
 

@@ -10,7 +10,8 @@ import json
 from collections.abc import Sequence
 
 from quire.text.channels.events import ToolSpec
-from quire.text.channels.formats import FORMATS, ToolFormat
+from quire.text.channels.formats import FORMATS
+from quire.text.channels.formats.seam import ToolFormat
 from quire.text.channels.grammar_text import ANY_TEXT, GrammarText, TokenIdOf, call_schema, literal, schema_of
 from quire.types import GrammarSpec, QuireError
 

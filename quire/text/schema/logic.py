@@ -131,8 +131,9 @@ def _listed(schema: Any) -> list[Any] | None:
         return None
     if "const" in schema:
         return [schema["const"]]
-    if isinstance(schema.get("enum"), list):
-        return schema["enum"]
+    values = schema.get("enum")
+    if isinstance(values, list):
+        return values
     return [True, False] if schema.get("type") == "boolean" else None
 
 

@@ -15,7 +15,7 @@ Kind = Literal["text", "reasoning", "call"]
 
 
 @dataclass(slots=True)
-class Block:
+class ContentBlock:
     index: int
     kind: Kind
     name: str = ""  # of a call
@@ -24,31 +24,31 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    block: Block
+class BlockOpened:
+    block: ContentBlock
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
-    block: Block
+class BlockGrown:
+    block: ContentBlock
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    block: Block
+class BlockClosed:
+    block: ContentBlock
 
 
-Change = Opened | Grown | Closed
+BlockChange = BlockOpened | BlockGrown | BlockClosed
 
 
-class Blocks:
+class ContentBlocks:
     def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open: Block | None = None
+        self.all: list[ContentBlock] = []
+        self._open: ContentBlock | None = None
 
-    def feed(self, events: Iterable[Event]) -> list[Change]:
-        changes: list[Change] = []
+    def feed(self, events: Iterable[Event]) -> list[BlockChange]:
+        changes: list[BlockChange] = []
         for event in events:
             if isinstance(event, TextDelta):
                 self._grow("text", event.text, changes)
@@ -64,25 +64,25 @@ class Blocks:
                 self._end(changes)
         return changes
 
-    def finish(self) -> list[Change]:
-        changes: list[Change] = []
+    def finish(self) -> list[BlockChange]:
+        changes: list[BlockChange] = []
         self._end(changes)
         return changes
 
-    def _grow(self, kind: Kind, text: str, changes: list[Change]) -> None:
+    def _grow(self, kind: Kind, text: str, changes: list[BlockChange]) -> None:
         if self._open is None or self._open.kind != kind:
             self._begin(kind, changes)
         assert self._open is not None
         self._open.text += text
-        changes.append(Grown(self._open, text))
+        changes.append(BlockGrown(self._open, text))
 
-    def _begin(self, kind: Kind, changes: list[Change], name: str = "") -> None:
+    def _begin(self, kind: Kind, changes: list[BlockChange], name: str = "") -> None:
         self._end(changes)
-        self._open = Block(len(self.all), kind, name)
+        self._open = ContentBlock(len(self.all), kind, name)
         self.all.append(self._open)
-        changes.append(Opened(self._open))
+        changes.append(BlockOpened(self._open))
 
-    def _end(self, changes: list[Change]) -> None:
+    def _end(self, changes: list[BlockChange]) -> None:
         if self._open is not None:
-            changes.append(Closed(self._open))
+            changes.append(BlockClosed(self._open))
             self._open = None

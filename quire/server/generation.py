@@ -1,7 +1,7 @@
 """The one way from a validated job to pieces of text: admission, submission, and the pieces as they come.
 
-Every route that generates goes through `Generation.open` and reads the `Run` it gets, streaming or not; only how the
-pieces are written differs between dialects. Leaving a run early cancels it in the engine.
+Every route that generates goes through `Generation.open` and reads the `GenerationRun` it gets, streaming or not;
+only how the pieces are written differs between dialects. Leaving a run early cancels it in the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.config import ServerConfig
 from quire.edge import Edge
 from quire.server.chat import ChatPrompts
 from quire.server.metrics import Metrics
-from quire.server.sample import ChannelParser, Piece, PlainText, Sample
+from quire.server.sample import AnswerParser, Piece, PlainText, Sample
 from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, QuireError, Request, SamplingParams, Usage
 
@@ -29,12 +29,12 @@ GRAMMAR_CODES = frozenset({"invalid_schema", "grammar_too_complex", "no_allowed_
 
 
 @dataclass(slots=True)
-class Job:
+class GenerationJob:
     """What a dialect wants generated: prompts in tokens, how to sample, how to read the text that comes."""
 
     prompts: list[list[int]]
     params: SamplingParams
-    make_parser: Callable[[], ChannelParser] = PlainText
+    make_parser: Callable[[], AnswerParser] = PlainText
     timeout: float | None = None
     priority: int = 0
     salt: bytes = b""
@@ -68,7 +68,7 @@ class Generation:
         self._max_samples = min(config.max_samples, self._max_open)  # more would be told to come back, for ever
         self._max_waiting_tokens = int(limits["max_waiting_tokens"])
 
-    async def open(self, job: Job) -> Run:
+    async def open(self, job: GenerationJob) -> GenerationRun:
         """Submit a job. Raises at once if it is not valid or there is no room for it."""
         self.check_samples(len(job.prompts), job.params.n)
         self._check_reply(job)
@@ -88,7 +88,7 @@ class Generation:
         samples: dict[str, Sample] = {}
         for request in (request for requests in groups for request in requests):
             samples[request.id] = Sample(request, self.tokenizer, job.make_parser(), len(samples))
-        return Run(self.client.submit(groups), samples, job, self._metrics)
+        return GenerationRun(self.client.submit(groups), samples, job, self._metrics)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -103,7 +103,7 @@ class Generation:
             what = f"{prompts}n={n} is more than the {self._max_samples} samples a request may have."
             raise QuireError("invalid_parameter", what, "Ask for fewer.", "n" if n > 1 else "prompt")
 
-    def _check_reply(self, job: Job) -> None:
+    def _check_reply(self, job: GenerationJob) -> None:
         """A few kilobytes of prompt can ask for gigabytes of log-probabilities."""
         params, count = job.params, 0
         if params.prompt_logprobs is not None:
@@ -148,12 +148,12 @@ def _push(sample: Sample, delta: Delta) -> tuple[Piece | None, bool]:
 
 
 @dataclass(slots=True)
-class Run:
+class GenerationRun:
     """A job under way."""
 
     _ticket: DeltaStream
     _samples: dict[str, Sample]
-    job: Job
+    job: GenerationJob
     _metrics: Metrics
     totals: Totals = field(default_factory=Totals)
     started: float = field(default_factory=time.monotonic)

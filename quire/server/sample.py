@@ -14,7 +14,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, FinishReason, QuireError, Request, Timing, TokenLogprobs, Usage
 
 
-class ChannelParser(Protocol):
+class AnswerParser(Protocol):
     """Splits a model's text into channels; any chunking gives the same events, joined."""
 
     def push(self, text: str) -> list[Event]: ...
@@ -54,7 +54,7 @@ class Piece:
 
 
 class Sample:
-    def __init__(self, request: Request, tokenizer: Tokenizer, parser: ChannelParser, index: int):
+    def __init__(self, request: Request, tokenizer: Tokenizer, parser: AnswerParser, index: int):
         self.request = request
         self.index = index  # among all samples of the API request
         self.ended = False

@@ -15,7 +15,7 @@ from quire.files.source import ModelFiles
 from quire.server.chat import ChatPrompts
 from quire.server.generation import Generation
 from quire.server.http.bodies import HeldBodies
-from quire.server.http.errors import INSIDE_CODES, ApiError
+from quire.server.http.errors import INTERNAL_CODES, ApiError
 from quire.server.http.keys import KeyRing, RateLimits
 from quire.server.logs import Log
 from quire.server.metrics import Metrics
@@ -65,7 +65,7 @@ class Server:
         self.metrics.failed(route, error.code)
         if error.code == "detokenize_failed":  # the engine does not know of it
             self.supervisor.errors.put("request", error.code, str(error), [request_id])
-        if error.code in INSIDE_CODES:
+        if error.code in INTERNAL_CODES:
             self.log.write("error", "request failed", id=request_id, code=error.code, error=str(error))
 
     def health(self) -> dict[str, Any]:
@@ -97,6 +97,6 @@ class Server:
     @staticmethod
     def _shown(error: QuireError | None) -> str:
         """What a probe may say of it: our insides are for the log."""
-        if error is None or error.code in INSIDE_CODES:
+        if error is None or error.code in INTERNAL_CODES:
             return "The engine failed; the server's log says why."
         return str(error)

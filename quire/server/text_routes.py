@@ -14,7 +14,7 @@ from quire.server.chat import COUNTED_TOKENS
 from quire.server.http.encoding import to_json
 from quire.server.http.errors import bad_request
 from quire.server.http.route_parts import api_router
-from quire.server.openai.schemas import ChatBody, ChatMessage, JsonObject, Tool
+from quire.server.openai.schemas import ChatBody, ChatMessage, ChatTool, JsonObject
 from quire.server.openai.translate import conversation_of
 from quire.server.schemas import Body, Items, Name, TokenList
 from quire.server.state import Server
@@ -31,7 +31,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     content: str | None = None
     messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
-    tools: Items[Tool] | None = None
+    tools: Items[ChatTool] | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

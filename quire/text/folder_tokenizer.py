@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.text.pieces import flatten, rule_of_decoder
-from quire.text.tokenizer import Tokenizer, Vocabulary
+from quire.text.tokenizer import Tokenizer, TokenizerVocabulary
 from quire.types import QuireError
 
 _ADDS_SPECIAL = {"TemplateProcessing", "BertProcessing", "RobertaProcessing"}
@@ -32,7 +32,7 @@ def tokenizer_from_folder(path: Path) -> Tokenizer:
     special_ids = {token_id for token_id, token in added.items() if token.special}
     special_ids |= _special_ids_of(config) | set(eos_ids) | ({bos_id} if bos_id is not None else set())
     adds_special = _backend_adds_special(backend)
-    vocabulary = Vocabulary(
+    vocabulary = TokenizerVocabulary(
         size=max([backend.get_vocab_size(with_added_tokens=True), *(token_id + 1 for token_id in added)]),
         rule=rule_of_decoder(backend.decoder),
         token_text=backend.id_to_token,

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.text.pieces import SPACE_MARK, PieceRule
 from quire.text.pretokenizers import pre_tokenizer_named
-from quire.text.tokenizer import Tokenizer, Vocabulary
+from quire.text.tokenizer import Tokenizer, TokenizerVocabulary
 from quire.types import QuireError
 
 MAX_PIECE_CHARS = 256  # a longer piece is never built by merging; real ones stay far below
@@ -82,11 +82,11 @@ class _Source:
     def ids_of(self, *types: TokenType) -> list[int]:
         return [token_id for token_id, kind in enumerate(self.types) if kind in types]
 
-    def vocabulary(self, rule: PieceRule, *, adds_bos: bool) -> Vocabulary:
+    def vocabulary(self, rule: PieceRule, *, adds_bos: bool) -> TokenizerVocabulary:
         bos, eos = self.ids.get("bos"), self.ids.get("eos")
         template = self.metadata.get("tokenizer.chat_template")
         special = self.ids_of(TokenType.CONTROL, TokenType.UNKNOWN)
-        return Vocabulary(
+        return TokenizerVocabulary(
             size=len(self.tokens),
             rule=rule,
             token_text=self.tokens.__getitem__,

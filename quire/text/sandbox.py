@@ -46,7 +46,7 @@ class _GenerationTag(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-class Budget:
+class RenderBudget:
     """What one rendering may take. The template calls it at every turn of a loop."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time):
@@ -73,7 +73,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def tick(self, context: Any) -> str:
         """Count one turn of a loop. `_count_turns` writes calls of this method into the template."""
-        budget: Budget = context.parent[BUDGET]
+        budget: RenderBudget = context.parent[BUDGET]
         return budget()
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

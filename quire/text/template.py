@@ -16,7 +16,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
 
 if TYPE_CHECKING:
-    from quire.text.sandbox import Budget
+    from quire.text.sandbox import RenderBudget
 
 MAX_PROMPT_CHARS = 32_000_000
 MAX_SOURCE_CHARS = 1_000_000
@@ -65,10 +65,10 @@ class ChatTemplate:
         `continue_final_message` leaves the last message open, for the model to write on; no generation prompt is added
         then. Further keyword arguments are variables for the template, such as `enable_thinking`.
         """
-        from quire.text.sandbox import Budget
+        from quire.text.sandbox import RenderBudget
 
         _check_messages(messages)
-        budget = Budget()  # one for the whole call, the trial of content forms included
+        budget = RenderBudget()  # one for the whole call, the trial of content forms included
         prepared = [self._with_fitting_content(message, budget) for message in messages]
         if continue_final_message:
             add_generation_prompt = False
@@ -81,7 +81,7 @@ class ChatTemplate:
                 raise _template_error("does not show the final message, so it can't be continued")
         return text
 
-    def _run(self, messages: list[Message], budget: Budget, **variables: Any) -> str:
+    def _run(self, messages: list[Message], budget: RenderBudget, **variables: Any) -> str:
         from quire.text.sandbox import BUDGET, TemplateRefusal
 
         context = {**self._special_tokens, **variables, "messages": messages, BUDGET: budget}
@@ -103,7 +103,7 @@ class ChatTemplate:
 
     # -- text given as a list of parts
 
-    def _with_fitting_content(self, message: Message, budget: Budget) -> Message:
+    def _with_fitting_content(self, message: Message, budget: RenderBudget) -> Message:
         """Content in the form the template can show: a list of text parts is joined by line breaks for a template that
         takes strings only, and a string becomes a list of one part for a template that takes lists only."""
         content = message.get("content")
@@ -114,7 +114,7 @@ class ChatTemplate:
             return {**message, "content": "\n".join(_text_of(part) for part in content)}
         return message
 
-    def _content_form(self, role: str, budget: Budget) -> ContentForm:
+    def _content_form(self, role: str, budget: RenderBudget) -> ContentForm:
         """Which forms of content the template can show for a role. Found by trying both on a tiny conversation."""
         if role not in ("system", "user", "assistant"):
             return "list" if self._content_form("user", budget) == "list" else "string"
@@ -122,7 +122,7 @@ class ChatTemplate:
             self._forms[role] = self._try_forms(role, budget)
         return self._forms[role]
 
-    def _try_forms(self, role: str, budget: Budget) -> ContentForm:
+    def _try_forms(self, role: str, budget: RenderBudget) -> ContentForm:
         as_string = self._try(role, _PROBE, budget)
         as_list = self._try(role, [{"type": "text", "text": _PROBE}], budget)
         # A template that does not know lists prints the list itself, quotes and all, or fails.
@@ -131,7 +131,7 @@ class ChatTemplate:
             return "string"
         return "either" if _PROBE in as_string else "list"
 
-    def _try(self, role: str, content: Any, budget: Budget) -> str:
+    def _try(self, role: str, content: Any, budget: RenderBudget) -> str:
         """The tiny conversation's text, or none if the template fails on it."""
         empty = "-" if isinstance(content, str) else [{"type": "text", "text": "-"}]
         user, probe = {"role": "user", "content": empty}, {"role": role, "content": content}

@@ -26,7 +26,7 @@ _ANCHOR = "\n"  # no vocabulary merges a line break with the word after it
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class TokenizerVocabulary:
     """What a tokenizer must know beside its backend. The two builders fill it in."""
 
     size: int
@@ -43,7 +43,7 @@ class Vocabulary:
 
 
 class Tokenizer:
-    def __init__(self, backend: Any, vocabulary: Vocabulary):
+    def __init__(self, backend: Any, vocabulary: TokenizerVocabulary):
         self._backend = backend
         with suppress(AttributeError):  # not every kind of model has such a cache, nor every version of it a size
             backend.model._resize_cache(MAX_WORDS_KEPT)

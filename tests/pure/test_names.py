@@ -14,26 +14,16 @@ ROOT = Path(__file__).parents[2]
 # Names that still stand for two or three classes. The list only shrinks.
 DUPLICATES: frozenset[str] = frozenset(
     {
-        "Blocks",
-        "Budget",
-        "ChannelParser",
-        "Chunks",
         "Columns",
-        "Decoded",
-        "Findings",
         "Join",
-        "Note",
         "Partials",
         "Prepared",
         "ProductTuning",
-        "Refused",
         "Rows",
-        "Tool",
         "_Geometry",
         "_Lists",
         "_Outputs",
         "_Planned",
-        "_Reader",
     }
 )
 

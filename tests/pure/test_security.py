@@ -88,7 +88,7 @@ def test_a_template_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(QuireError, match="turns"):  # forms of content are tried within the one budget
         forms.render([{"role": role, "content": "x"} for role in ("user", "assistant")])
     ticks = iter(range(0, 10**6, 2))
-    budget = sandbox.Budget(clock=lambda: next(ticks))
+    budget = sandbox.RenderBudget(clock=lambda: next(ticks))
     with pytest.raises(OverflowError, match="seconds"):
         for _ in range(5000):
             budget()

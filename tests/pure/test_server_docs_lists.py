@@ -19,7 +19,7 @@ pytest.importorskip("tokenizers")
 from pydantic import BaseModel
 
 from quire.server.http.bodies import body_models
-from quire.server.http.errors import INSIDE_CODES, STATUS_BY_CODE
+from quire.server.http.errors import INTERNAL_CODES, STATUS_BY_CODE
 from quire.server.schemas import Body, Sampling, Service
 from tests.fuzz.fake_server import FakeServer
 
@@ -139,5 +139,5 @@ def test_every_code_is_told() -> None:
     told = set(re.findall(r"`([a-z_]+)`", table))
     missing = {code: place for code, place in found.items() if code not in told and code not in NO_ANSWERS}
     assert not missing, missing
-    assert not [code for code in (*STATUS_BY_CODE, *INSIDE_CODES) if code not in told and code not in NO_ANSWERS]
-    assert set(NO_ANSWERS) <= set(found) | INSIDE_CODES, "an exception that no code needs any more"
+    assert not [code for code in (*STATUS_BY_CODE, *INTERNAL_CODES) if code not in told and code not in NO_ANSWERS]
+    assert set(NO_ANSWERS) <= set(found) | INTERNAL_CODES, "an exception that no code needs any more"

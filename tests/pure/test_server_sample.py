@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from quire.server.blocks import Blocks, Closed, Grown, Opened
-from quire.server.gather import Gather
+from quire.server.blocks import BlockClosed, BlockGrown, BlockOpened, ContentBlocks
+from quire.server.collector import SampleCollector
 from quire.server.sample import PlainText, Sample
 from quire.text.channels.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from quire.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ def ids(text: str | bytes) -> list[int]:
 
 
 def test_text_and_the_engines_end() -> None:
-    sample, gather = make_sample(), Gather(1)
+    sample, gather = make_sample(), SampleCollector(1)
     end = Delta("r", [*ids("c"), END], finish_reason=FinishReason.STOP, usage=Usage(1, 0, 4))
     for delta in (Delta("r", ids("a")), Delta("r", ids("b")), end):
         piece, cancel = sample.push(delta)
@@ -84,15 +84,16 @@ def test_failures_have_codes(delta: Delta, code: str) -> None:
 
 
 def test_blocks_open_grow_and_close_one_at_a_time() -> None:
-    blocks = Blocks()
+    blocks = ContentBlocks()
     changes = blocks.feed([ReasoningDelta("h"), ReasoningDelta("m"), TextDelta("a"), ToolCallStart(0, "f"),
                            ToolCallDelta(0, "{"), ToolCallDelta(0, "}"), ToolCallEnd(0), ToolCallStart(1, "g"),
                            ToolCallEnd(1), TextDelta("z")])  # fmt: skip
     changes += blocks.finish()
     shown = [(type(change), change.block.index) for change in changes]
+    opened, grown, closed = BlockOpened, BlockGrown, BlockClosed
     assert shown == [
-        (Opened, 0), (Grown, 0), (Grown, 0), (Closed, 0), (Opened, 1), (Grown, 1), (Closed, 1), (Opened, 2), (Grown, 2),
-        (Grown, 2), (Closed, 2), (Opened, 3), (Closed, 3), (Opened, 4), (Grown, 4), (Closed, 4),
+        (opened, 0), (grown, 0), (grown, 0), (closed, 0), (opened, 1), (grown, 1), (closed, 1), (opened, 2),
+        (grown, 2), (grown, 2), (closed, 2), (opened, 3), (closed, 3), (opened, 4), (grown, 4), (closed, 4),
     ]  # fmt: skip
     assert [(block.kind, block.name, block.text) for block in blocks.all] == [
         ("reasoning", "", "hm"), ("text", "", "a"), ("call", "f", "{}"), ("call", "g", ""), ("text", "", "z"),

@@ -17,7 +17,7 @@ from quire.server.anthropic import translate as anthropic
 from quire.server.anthropic.schemas import MessagesBody
 from quire.server.http.encoding import to_json
 from quire.server.http.errors import (
-    INSIDE_MESSAGE,
+    INTERNAL_MESSAGE,
     ApiError,
     counting_output,
     error_body,
@@ -28,7 +28,7 @@ from quire.server.openai.response_schemas import InputItem
 from quire.server.openai.response_translate import messages_of
 from quire.server.openai.schemas import ChatBody, CompletionBody
 from quire.server.openai.translate import chat_params, conversation_of
-from quire.server.textwork.tasks import Refused, raise_refusal
+from quire.server.textwork.tasks import TaskRefusal, raise_refusal
 from quire.types import PromptTooLong, QuireError
 
 
@@ -89,7 +89,7 @@ def test_errors_of_the_engine_are_not_shown_but_those_of_the_caller_are() -> Non
     inside = from_quire_error(QuireError("step_failed", "AttributeError: 'x' in file.py"))
     assert inside.status == 500 and "AttributeError" not in inside.message
     kernel = from_quire_error(QuireError("kernel_failed", "The kernel of /home/x/kernels.py failed.", "", "kernels"))
-    assert (kernel.status, kernel.message) == (500, INSIDE_MESSAGE), "which kernel it was is for the log"
+    assert (kernel.status, kernel.message) == (500, INTERNAL_MESSAGE), "which kernel it was is for the log"
     refused = from_quire_error(QuireError("template_error", "The chat template refused."))
     assert refused.status == 400 and refused.message == "The chat template refused."
     busy = from_quire_error(QuireError("queue_full", "full"), retry_after=7)
@@ -222,8 +222,8 @@ def test_a_prompt_not_counted_to_its_end_is_at_least_that_long() -> None:
 
 
 def test_the_counts_cross_the_boundary_of_the_text_worker() -> None:
-    refused = msgspec.msgpack.decode(msgspec.msgpack.encode(Refused("prompt_too_long", "x", counts=(5, 4, True))),
-                                     type=Refused)  # fmt: skip
+    refused = msgspec.msgpack.decode(msgspec.msgpack.encode(TaskRefusal("prompt_too_long", "x", counts=(5, 4, True))),
+                                     type=TaskRefusal)  # fmt: skip
     with pytest.raises(PromptTooLong) as caught:
         raise_refusal(refused)
     assert (caught.value.count, caught.value.limit, caught.value.at_least) == (5, 4, True)

@@ -178,7 +178,7 @@ REMOVALS: tuple[Removal, ...] = (
          "quire/text/schema/refs.py", "return self._work <= MAX_WORK", "return True"),
     _one("headers made of a client's words", "one line of printable ASCII",
          f"{PURE}schema_normal.py::test_notes_are_short_lines_for_a_header",
-         "quire/text/schema/found.py", 'if " " <= character <= "~" else "?"', 'if True else "?"'),
+         "quire/text/schema/notes.py", 'if " " <= character <= "~" else "?"', 'if True else "?"'),
     _one("schema and regex cost", "who has no usable grammar does not run without one",
          f"{PURE}server_driver.py::test_requests_wait_for_their_grammars_and_others_do_not",
          "quire/engine/host/driver.py", "                if error is not None:\n                    raise error\n", ""),

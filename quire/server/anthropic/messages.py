@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from quire.server.blocks import Block, Blocks, Change, Grown, Opened
-from quire.server.gather import new_id
-from quire.server.generation import Run
+from quire.server.blocks import BlockChange, BlockGrown, BlockOpened, ContentBlock, ContentBlocks
+from quire.server.collector import new_id
+from quire.server.generation import GenerationRun
 from quire.server.http.encoding import named_event
 from quire.server.http.errors import ApiError, error_body
 from quire.server.sample import End, Piece
@@ -32,14 +32,14 @@ def stop_reason(end: End, has_calls: bool) -> str:
 class MessageState:
     """One reply under way: its blocks, and how it ended."""
 
-    def __init__(self, run: Run, model: str):
+    def __init__(self, run: GenerationRun, model: str):
         self.run = run
-        self.blocks = Blocks()
+        self.blocks = ContentBlocks()
         self.end: End | None = None
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
 
-    def feed(self, pieces: Iterable[Piece]) -> list[Change]:
-        changes: list[Change] = []
+    def feed(self, pieces: Iterable[Piece]) -> list[BlockChange]:
+        changes: list[BlockChange] = []
         for piece in pieces:
             changes += self.blocks.feed(piece.events)
             self.end = piece.end or self.end
@@ -83,7 +83,7 @@ class MessageState:
 class MessageStream:
     keep_alive = named_event("ping", {"type": "ping"})
 
-    def __init__(self, run: Run, model: str):
+    def __init__(self, run: GenerationRun, model: str):
         self._state = MessageState(run, model)
 
     def start(self) -> bytes:
@@ -105,18 +105,18 @@ def _event(name: str, /, **fields: Any) -> bytes:
     return named_event(name, {"type": name, **fields})
 
 
-def _change_event(change: Change) -> bytes:
+def _change_event(change: BlockChange) -> bytes:
     index = change.block.index
-    if isinstance(change, Opened):
-        empty = Block(index, change.block.kind, change.block.name)
+    if isinstance(change, BlockOpened):
+        empty = ContentBlock(index, change.block.kind, change.block.name)
         return _event("content_block_start", index=index, content_block=block_body(empty))
-    if isinstance(change, Grown):
+    if isinstance(change, BlockGrown):
         kind, field = _DELTAS[change.block.kind]
         return _event("content_block_delta", index=index, delta={"type": kind, field: change.text})
     return _event("content_block_stop", index=index)
 
 
-def block_body(block: Block) -> dict[str, Any]:
+def block_body(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":

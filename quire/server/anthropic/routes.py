@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quire.server.anthropic.messages import MessageState, MessageStream
 from quire.server.anthropic.schemas import CountBody, MessagesBody
 from quire.server.anthropic.translate import conversation_of, params_of
-from quire.server.generation import Job
+from quire.server.generation import GenerationJob
 from quire.server.http.replies import stream_reply, whole_reply
 from quire.server.http.route_parts import api_router, job_of
 from quire.server.state import Server
@@ -25,7 +25,7 @@ def anthropic_router(server: Server) -> APIRouter:
         clients change them on every call, and the prefix cache would find nothing. Nothing else is touched."""
         model = server.check_model(body.model)
         prompt = await server.chat.make(conversation_of(body))
-        job: Job = job_of(request, body, [prompt.tokens], prompt.fit(params_of(body)))
+        job: GenerationJob = job_of(request, body, [prompt.tokens], prompt.fit(params_of(body)))
         job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
         run = await server.generation.open(job)
         if body.stream:

@@ -78,7 +78,7 @@ class InputMessage(Body):
     content: str | Items[Block]
 
 
-class Tool(Body):
+class AnthropicTool(Body):
     name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[a-zA-Z0-9_.:-]+$")]
     type: str | None = None
     description: str | None = None
@@ -119,7 +119,7 @@ class CountBody(Sampling):
     model: Name | None = None
     messages: Annotated[Items[InputMessage], Field(min_length=1)]
     system: str | Items[TextBlock] | None = None
-    tools: Items[Tool] | None = None
+    tools: Items[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

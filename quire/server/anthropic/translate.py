@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from quire.server.anthropic.schemas import (
+    AnthropicTool,
     CountBody,
     ImageBlock,
     InputMessage,
@@ -18,7 +19,6 @@ from quire.server.anthropic.schemas import (
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
-    Tool,
     ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
@@ -97,7 +97,7 @@ def _output_of(body: CountBody) -> GrammarSpec | None:
     return GrammarSpec("json_schema", schema_text(form.schema_, "output_config.format.schema"), strict=False)
 
 
-def _tool_of(tool: Tool, index: int) -> dict[str, Any]:
+def _tool_of(tool: AnthropicTool, index: int) -> dict[str, Any]:
     if tool.type not in (None, "custom") or tool.input_schema is None:
         where = f"tools[{index}]"
         if tool.type in (None, "custom"):

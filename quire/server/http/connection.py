@@ -63,11 +63,11 @@ class _Refused(Exception):
         self.error = error
 
 
-class _StopListening(Exception):
+class _StopReading(Exception):
     """What follows on this connection is not read; requests read before are answered."""
 
 
-class Connection(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, others: OpenConnections, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._others = others
@@ -82,26 +82,26 @@ class Connection(HttpToolsProtocol):
         self._held = 0  # bytes, as counted in `others`
         self._keep_alive_after = False  # the request being parsed may be followed by another
         self._stopping = False  # the server ends
-        self._deaf = False  # no more requests are read; _num_ignored bytes have been thrown away
+        self._ignores_input = False  # no more requests are read; _num_ignored bytes have been thrown away
         self._num_ignored = 0
         self._closing = False
-        self._last_words = b""  # the refusal that follows the replies under way
+        self._final_reply = b""  # the refusal that follows the replies under way
 
     # -- uvicorn's and the loop's calls
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
-        super().connection_made(_GentleTransport(transport, self))  # type: ignore[arg-type]
+        super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
         self.flow = _Flow(self.transport, self)
         if not self._others.enter(self):
-            self._deaf = self._closing = True
+            self._ignores_input = self._closing = True
             transport.write(self._reply_to(_NO_ROOM))
             transport.close()
             return
         self._start_timer(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closing = self._deaf = True
+        self._closing = self._ignores_input = True
         self._end_timer()
         self._unset_keepalive_if_required()
         for exchange in self._exchanges:
@@ -116,15 +116,15 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         for place in range(0, len(data), PIECE):
-            if self._deaf:
+            if self._ignores_input:
                 self._ignore(len(data) - place)
                 return
             try:
                 self._feed(memoryview(data)[place : place + PIECE])
             except _Refused as refused:
                 self._refuse(refused.error)
-            except _StopListening:
-                self._stop_listening()
+            except _StopReading:
+                self._stop_reading()
 
     def shutdown(self) -> None:
         self._stopping = True
@@ -134,7 +134,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self._exchanges) > MAX_AHEAD:
-            raise _StopListening
+            raise _StopReading
         self._unset_keepalive_if_required()
         self._in_head = True
         self._num_framing = self._since_body = self._num_body = self._num_fields = 0
@@ -213,10 +213,10 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._closing or self._exchanges:
             return
-        if self._last_words:
-            self._say(self._last_words)
-        elif self._deaf:
-            self.close_gently()
+        if self._final_reply:
+            self._reply_and_close(self._final_reply)
+        elif self._ignores_input:
+            self.close_lingering()
         else:
             self._others.begin_wait(self)
             if self._in_head:  # its time begins when the replies before it are out
@@ -227,9 +227,9 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:  # there is nothing to change to: the reply is HTTP/1.1, and the last one
-            raise _StopListening from None
+            raise _StopReading from None
         except httptools.HttpParserError as error:
-            if isinstance(error.__context__, (_Refused, _StopListening)):
+            if isinstance(error.__context__, (_Refused, _StopReading)):
                 raise error.__context__ from None
             raise _Refused(_MALFORMED) from None
         self._num_framing += len(piece)
@@ -269,7 +269,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer below the application, once the replies under way are out, and end the connection."""
-        self._deaf = True
+        self._ignores_input = True
         self._end_timer()
         reply = self._reply_to(error)
         if self._in_body and self._exchanges:
@@ -283,13 +283,13 @@ class Connection(HttpToolsProtocol):
                 self.pipeline.popleft()
         self._settle()
         if self._exchanges:
-            self._last_words = reply
+            self._final_reply = reply
         else:
-            self._say(reply)
+            self._reply_and_close(reply)
 
-    def _say(self, reply: bytes) -> None:
+    def _reply_and_close(self, reply: bytes) -> None:
         self.transport.write(reply)
-        self.close_gently()
+        self.close_lingering()
 
     def _reply_to(self, error: ApiError) -> bytes:
         lines, body = self._parts_of(error, dict(self.headers or []), (self.scope or {}).get("path", ""))
@@ -314,15 +314,15 @@ class Connection(HttpToolsProtocol):
             lines.append((b"request-id", name.encode()))
         return lines, body
 
-    def _stop_listening(self) -> None:
-        self._deaf = True
+    def _stop_reading(self) -> None:
+        self._ignores_input = True
         self._end_timer()
         if self._exchanges:
             self._exchanges[-1].cycle.keep_alive = False
         else:
-            self.close_gently()
+            self.close_lingering()
 
-    def close_gently(self) -> None:
+    def close_lingering(self) -> None:
         """Close. Where the client may still be sending, first say that nothing more is sent and throw away what comes:
         an unread byte would make the system reset the connection, and the reply would be lost."""
         assert self._socket is not None
@@ -330,10 +330,10 @@ class Connection(HttpToolsProtocol):
             return
         self._closing = True
         self._unset_keepalive_if_required()
-        if not (self._in_head or self._in_body or self._deaf or self.pipeline):
+        if not (self._in_head or self._in_body or self._ignores_input or self.pipeline):
             self._socket.close()
             return
-        self._deaf = True
+        self._ignores_input = True
         self._others.begin_wait(self)
         self.pipeline.clear()  # nothing that waited for its turn is answered
         self._socket.write_eof()
@@ -357,7 +357,7 @@ class Connection(HttpToolsProtocol):
 class _Flow(FlowControl):
     """Nothing more is read while much waits for its turn, even if the application asks for the rest of a body."""
 
-    def __init__(self, transport: asyncio.Transport, connection: Connection):
+    def __init__(self, transport: asyncio.Transport, connection: ClientConnection):
         super().__init__(transport)
         self._connection = connection
 
@@ -366,17 +366,17 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-class _GentleTransport:
+class _LingeringTransport:
     """The transport as uvicorn sees it: how it is closed is the connection's decision."""
 
-    def __init__(self, transport: asyncio.Transport, connection: Connection):
+    def __init__(self, transport: asyncio.Transport, connection: ClientConnection):
         self._connection = connection
         self._is_closing = transport.is_closing
         self.write = transport.write
         self.pause_reading = transport.pause_reading
         self.resume_reading = transport.resume_reading
         self.get_extra_info = transport.get_extra_info
-        self.close = connection.close_gently
+        self.close = connection.close_lingering
 
     def is_closing(self) -> bool:
         return self._connection.closing or self._is_closing()

@@ -44,7 +44,7 @@ STATUS_BY_CODE = {
     "kernel_failed": 500,
 }
 # What these say of our insides is for the log, not for a client.
-INSIDE_CODES = frozenset(
+INTERNAL_CODES = frozenset(
     {
         "step_failed",
         "engine_failed",
@@ -59,7 +59,7 @@ INSIDE_CODES = frozenset(
         "kernel_failed",
     }
 )
-INSIDE_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
+INTERNAL_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
 # What clients of a route call what has another name with us. `param` is in the client's words.
 CLIENT_NAMES = {
     "/v1/chat/completions": {"prompt": "messages", "logprobs": "top_logprobs"},
@@ -107,7 +107,7 @@ def from_quire_error(error: QuireError, retry_after: int = 1, route: str = "") -
     status = STATUS_BY_CODE.get(error.code, 400)
     headers = {"retry-after": str(retry_after)} if status in (429, 503) else {}
     error = in_client_words(error, CLIENT_NAMES.get(route, {}))
-    message = INSIDE_MESSAGE if error.code in INSIDE_CODES else str(error)
+    message = INTERNAL_MESSAGE if error.code in INTERNAL_CODES else str(error)
     code = CONTEXT_CODE if error.code == "prompt_too_long" else error.code
     return ApiError(status, code, message, error.param, headers)
 

@@ -56,7 +56,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await _Passage(self, self._app, self._server, scope, receive, send).run()
+        await _GatedRequest(self, self._app, self._server, scope, receive, send).run()
 
     def cors(self, headers: Mapping[str, str]) -> dict[str, str]:
         origin = headers.get("origin")
@@ -70,7 +70,7 @@ class Gate:
         return {"access-control-allow-origin": origin, "vary": "origin", **shown}
 
 
-class _Passage:
+class _GatedRequest:
     """One request on its way through."""
 
     def __init__(self, gate: Gate, app: ASGIApp, server: Server, scope: Scope, receive: Receive, send: Send):

@@ -80,7 +80,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Budget:
+class RateBudget:
     """One caller's buckets, by what they count."""
 
     buckets: dict[str, Bucket]
@@ -115,18 +115,18 @@ class RateLimits:
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float] = time.monotonic):
         self._sizes = {name: size for name, size in (("requests", requests), ("tokens", tokens)) if size is not None}
         self._clock = clock
-        self._budgets: OrderedDict[str, Budget] = OrderedDict()
+        self._budgets: OrderedDict[str, RateBudget] = OrderedDict()
 
     @property
     def active(self) -> bool:
         return bool(self._sizes)
 
-    def budget(self, caller: str) -> Budget:
+    def budget(self, caller: str) -> RateBudget:
         name = _digest(caller).hex()
         if name not in self._budgets:
             now = self._clock()
             buckets = {what: Bucket(size, size, now) for what, size in self._sizes.items()}
-            self._budgets[name] = Budget(buckets, self._clock)
+            self._budgets[name] = RateBudget(buckets, self._clock)
             if len(self._budgets) > MAX_BUDGETS:
                 self._budgets.popitem(last=False)
         self._budgets.move_to_end(name)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.client.engine_client import DeltaStreamClosed
-from quire.server.generation import Run
+from quire.server.generation import GenerationRun
 from quire.server.http.encoding import to_json
 from quire.server.http.errors import ApiError, from_quire_error
 from quire.server.sample import Piece
@@ -42,7 +42,7 @@ class StreamEncoder(Protocol):
     def fail(self, error: ApiError) -> bytes: ...
 
 
-async def stream_reply(request: Request, run: Run, encoder: StreamEncoder, server: Server) -> Response:
+async def stream_reply(request: Request, run: GenerationRun, encoder: StreamEncoder, server: Server) -> Response:
     """Waits a moment for the first news: a request that is refused at once deserves a status, not an event."""
     request.state.totals = run.totals  # for the log
     watcher = asyncio.create_task(_close_when_gone(request.receive, run))
@@ -62,7 +62,7 @@ async def stream_reply(request: Request, run: Run, encoder: StreamEncoder, serve
 class EventStream(Response):
     media_type = "text/event-stream"
 
-    def __init__(self, run: Run, encoder: StreamEncoder, watcher: asyncio.Task[None], server: Server):
+    def __init__(self, run: GenerationRun, encoder: StreamEncoder, watcher: asyncio.Task[None], server: Server):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **warnings_of(run)})
         del self.headers["content-length"]
         self._run, self._encoder, self._watcher, self._server = run, encoder, watcher, server
@@ -70,7 +70,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         run, encoder, server = self._run, self._encoder, self._server
         patience = server.config.server.keep_alive
-        reader = _Reader(send, server.config.server.send_timeout)
+        reader = _ClientSink(send, server.config.server.send_timeout)
         try:
             await reader.send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await reader.send_frame(encoder.start())
@@ -109,7 +109,7 @@ class TooSlow(Exception):
     """A client has not read for so long that nobody waits for it any more."""
 
 
-class _Reader:
+class _ClientSink:
     """The client at the other end of a stream. What it does not read fills the connection's buffer, which is small;
     then sending waits, and after `patience` seconds of that the client is given up."""
 
@@ -135,7 +135,7 @@ class _Reader:
 
 async def whole_reply(
     request: Request,
-    run: Run,
+    run: GenerationRun,
     take: Callable[[Iterable[Piece]], None],
     body: Callable[[], Awaitable[object]],
     server: Server,
@@ -156,7 +156,7 @@ async def whole_reply(
     return Response(to_json(await body()), headers=warnings_of(run), media_type="application/json")
 
 
-def warnings_of(run: Run) -> dict[str, str]:
+def warnings_of(run: GenerationRun) -> dict[str, str]:
     """What of a schema is not enforced, in a header."""
     grammar = run.job.params.grammar
     if grammar is None or not grammar.warnings:
@@ -166,7 +166,7 @@ def warnings_of(run: Run) -> dict[str, str]:
     return {"x-quire-warning": f"{told}; and {more} more" if more > 0 else told}
 
 
-async def _close_when_gone(receive: Receive, run: Run) -> None:
+async def _close_when_gone(receive: Receive, run: GenerationRun) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     run.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from quire.server.generation import Job
+from quire.server.generation import GenerationJob
 from quire.server.http.bodies import body_route
 from quire.server.http.errors import ApiError, Dialect, error_body
 from quire.server.http.gate import route_label
@@ -35,9 +35,9 @@ def api_router(server: Server, tag: str, dialect: Dialect) -> APIRouter:
     return APIRouter(tags=[tag], responses=error_docs(dialect), route_class=route)
 
 
-def job_of(request: Request, body: Service, prompts: list[list[int]], params: SamplingParams) -> Job:
+def job_of(request: Request, body: Service, prompts: list[list[int]], params: SamplingParams) -> GenerationJob:
     budget = getattr(request.state, "budget", None)
-    return Job(
+    return GenerationJob(
         prompts,
         params,
         timeout=body.timeout,

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from quire.server.gather import Gather, Whole, new_id
-from quire.server.generation import Run
+from quire.server.collector import SampleCollector, WholeSample, new_id
+from quire.server.generation import GenerationRun
 from quire.server.http.encoding import COMMENT
-from quire.server.openai.chunks import Chunks, usage_body
+from quire.server.openai.chunks import ChunkWriter, usage_body
 from quire.server.openai.logprobs import chat_logprobs, prompt_field, whole_chat_logprobs
 from quire.server.openai.schemas import StreamOptions
 from quire.server.sample import Piece
@@ -24,10 +24,12 @@ def finish_reason(reason: str, has_calls: bool) -> str:
 class ChatWhole:
     """The reply in one piece."""
 
-    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool, with_prompt: bool = False):
+    def __init__(
+        self, run: GenerationRun, model: str, tokenizer: Tokenizer, with_logprobs: bool, with_prompt: bool = False
+    ):
         self._run, self._model, self._tokenizer = run, model, tokenizer
         self._with_logprobs, self._with_prompt = with_logprobs, with_prompt
-        self._gather = Gather(run.num_samples)
+        self._gather = SampleCollector(run.num_samples)
         self.take = self._gather.take
 
     async def body(self) -> dict[str, Any]:
@@ -41,7 +43,7 @@ class ChatWhole:
             "system_fingerprint": None,
         }
 
-    async def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
+    async def _choice(self, index: int, whole: WholeSample) -> dict[str, Any]:
         message = whole.message.as_message()
         has_calls = bool(whole.message.tool_calls)
         message |= {"content": message["content"] or (None if has_calls else ""), "refusal": None}
@@ -59,7 +61,9 @@ class ChatStream:
 
     keep_alive = COMMENT
 
-    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, with_logprobs: bool, options: StreamOptions | None):
+    def __init__(
+        self, run: GenerationRun, model: str, tokenizer: Tokenizer, with_logprobs: bool, options: StreamOptions | None
+    ):
         self._run, self._tokenizer, self._with_logprobs = run, tokenizer, with_logprobs
         head = {
             "id": new_id("chatcmpl-"),
@@ -68,7 +72,7 @@ class ChatStream:
             "model": model,
             "system_fingerprint": None,
         }
-        self._chunks = Chunks(head, run, options)
+        self._chunks = ChunkWriter(head, run, options)
         self.finish, self.fail = self._chunks.finish, self._chunks.fail
         self._has_calls = [False] * run.num_samples
 

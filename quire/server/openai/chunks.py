@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.server.gather import ReasoningTokens
-from quire.server.generation import Run, Totals
+from quire.server.collector import ReasoningTokens
+from quire.server.generation import GenerationRun, Totals
 from quire.server.http.encoding import DONE, data_event
 from quire.server.http.errors import ApiError, error_body
 from quire.server.openai.schemas import StreamOptions
@@ -27,7 +27,7 @@ def usage_body(totals: Totals, num_reasoning: int = 0) -> dict[str, Any]:
 class StreamUsage:
     """What the chunks of a stream say of usage: nothing, all of it at the end, or with every chunk that so far."""
 
-    def __init__(self, run: Run, options: StreamOptions | None):
+    def __init__(self, run: GenerationRun, options: StreamOptions | None):
         self._run = run
         self.at_end = options is not None and options.include_usage
         self._always = self.at_end and options is not None and options.continuous_usage_stats
@@ -49,8 +49,8 @@ class StreamUsage:
         return usage_body(self._run.totals, self._reasoning.count)
 
 
-class Chunks:
-    def __init__(self, head: dict[str, Any], run: Run, options: StreamOptions | None):
+class ChunkWriter:
+    def __init__(self, head: dict[str, Any], run: GenerationRun, options: StreamOptions | None):
         self._head = head
         self.usage = StreamUsage(run, options)
 

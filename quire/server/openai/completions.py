@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from quire.server.gather import Gather, Whole, new_id
-from quire.server.generation import Run
+from quire.server.collector import SampleCollector, WholeSample, new_id
+from quire.server.generation import GenerationRun
 from quire.server.http.encoding import COMMENT
 from quire.server.http.errors import bad_request
-from quire.server.openai.chunks import Chunks, usage_body
+from quire.server.openai.chunks import ChunkWriter, usage_body
 from quire.server.openai.logprobs import CompletionLogprobs, prompt_field
 from quire.server.openai.schemas import CompletionBody
 from quire.server.sample import Piece
@@ -39,9 +39,9 @@ def check(body: CompletionBody) -> None:
 
 
 class CompletionWhole:
-    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, body: CompletionBody):
+    def __init__(self, run: GenerationRun, model: str, tokenizer: Tokenizer, body: CompletionBody):
         self._run, self._model, self._tokenizer, self._body = run, model, tokenizer, body
-        self._gather = Gather(run.num_samples)
+        self._gather = SampleCollector(run.num_samples)
         self.take = self._gather.take
 
     async def body(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class CompletionWhole:
             "usage": usage_body(totals),
         }
 
-    async def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
+    async def _choice(self, index: int, whole: WholeSample) -> dict[str, Any]:
         body, tokenizer = self._body, self._tokenizer
         only_prompt = body.max_tokens == 0
         skip_special = self._run.params.skip_special_tokens
@@ -83,10 +83,10 @@ class CompletionWhole:
 class CompletionStream:
     keep_alive = COMMENT
 
-    def __init__(self, run: Run, model: str, tokenizer: Tokenizer, body: CompletionBody):
+    def __init__(self, run: GenerationRun, model: str, tokenizer: Tokenizer, body: CompletionBody):
         self._run, self._tokenizer, self._body = run, tokenizer, body
         head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model}
-        self._chunks = Chunks(head, run, body.stream_options)
+        self._chunks = ChunkWriter(head, run, body.stream_options)
         self.finish, self.fail = self._chunks.finish, self._chunks.fail
         self._skip_special = run.params.skip_special_tokens
         self._logprobs = [CompletionLogprobs(tokenizer, self._skip_special) for _ in range(run.num_samples)]

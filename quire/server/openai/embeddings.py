@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from quire.files.pooling import read_pooling
 from quire.files.source import ModelFiles
-from quire.server.gather import Gather
-from quire.server.generation import Run
+from quire.server.collector import SampleCollector
+from quire.server.generation import GenerationRun
 from quire.server.http.errors import bad_request
 from quire.server.http.replies import whole_reply
 from quire.server.http.route_parts import api_router, job_of
@@ -73,9 +73,9 @@ class OwnPooling:
 
 
 class EmbeddingsWhole:
-    def __init__(self, run: Run, model: str, body: EmbeddingsBody, rule: PoolingRule):
+    def __init__(self, run: GenerationRun, model: str, body: EmbeddingsBody, rule: PoolingRule):
         self._run, self._model, self._given, self._rule = run, model, body, rule
-        self._gather = Gather(run.num_samples)
+        self._gather = SampleCollector(run.num_samples)
         self.take = self._gather.take
 
     async def body(self) -> dict[str, Any]:

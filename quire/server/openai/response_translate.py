@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quire.server.gather import new_id
+from quire.server.collector import new_id
 from quire.server.http.errors import ApiError, bad_request
 from quire.server.openai.response_schemas import InputItem, InputPart, NamedResponseTool, ResponsesBody, ResponseTool
 from quire.server.openai.translate import output_param, structured_grammar

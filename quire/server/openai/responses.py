@@ -6,9 +6,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from quire.server.blocks import Block, Blocks, Change, Grown, Opened
-from quire.server.gather import ReasoningTokens, new_id
-from quire.server.generation import Run
+from quire.server.blocks import BlockChange, BlockGrown, BlockOpened, ContentBlock, ContentBlocks
+from quire.server.collector import ReasoningTokens, new_id
+from quire.server.generation import GenerationRun
 from quire.server.http.encoding import COMMENT, named_event
 from quire.server.http.errors import ApiError
 from quire.server.openai.logprobs import chat_logprobs
@@ -24,10 +24,10 @@ _PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 class ResponseState:
     """One response under way: its blocks are its output items."""
 
-    def __init__(self, run: Run, model: str, body: ResponsesBody, tokenizer: Tokenizer):
+    def __init__(self, run: GenerationRun, model: str, body: ResponsesBody, tokenizer: Tokenizer):
         self.run = run
         self.id = new_id("resp_")
-        self.blocks = Blocks()
+        self.blocks = ContentBlocks()
         self.end: End | None = None
         self.error: ApiError | None = None
         self._reasoning = ReasoningTokens()
@@ -38,10 +38,10 @@ class ResponseState:
         self._call_ids: dict[int, str] = {}
         self._logprobs: list[dict[str, Any]] = []
         self._num_told = 0  # of the logprobs, with the deltas of a stream
-        self._cut: Block | None = None  # the item that the end of the response broke off
+        self._cut: ContentBlock | None = None  # the item that the end of the response broke off
 
-    def feed(self, pieces: Iterable[Piece]) -> list[Change]:
-        changes: list[Change] = []
+    def feed(self, pieces: Iterable[Piece]) -> list[BlockChange]:
+        changes: list[BlockChange] = []
         for piece in pieces:
             changes += self.blocks.feed(piece.events)
             self.end = piece.end or self.end
@@ -50,14 +50,14 @@ class ResponseState:
                 self._logprobs += chat_logprobs(piece.logprobs, self._tokenizer)["content"]
         return changes
 
-    def close(self) -> list[Change]:
+    def close(self) -> list[BlockChange]:
         """Nothing more comes: the item that is open ends here, as it is."""
         changes = self.blocks.finish()
         if changes and self.status != "completed":
             self._cut = changes[-1].block
         return changes
 
-    def item_status(self, block: Block) -> str:
+    def item_status(self, block: ContentBlock) -> str:
         return "incomplete" if block is self._cut or not block.is_whole else "completed"
 
     def fresh_logprobs(self) -> list[dict[str, Any]]:
@@ -66,10 +66,10 @@ class ResponseState:
         self._num_told = len(self._logprobs)
         return fresh
 
-    def item_id(self, block: Block) -> str:
+    def item_id(self, block: ContentBlock) -> str:
         return self._ids.setdefault(block.index, new_id(_PREFIXES[block.kind]))
 
-    def item(self, block: Block, status: str) -> dict[str, Any]:
+    def item(self, block: ContentBlock, status: str) -> dict[str, Any]:
         if block.kind == "call":
             call_id = self._call_ids.setdefault(block.index, new_id("call_"))
             return {
@@ -85,14 +85,14 @@ class ResponseState:
             return {"id": self.item_id(block), "type": "reasoning", "summary": [], "content": parts, "status": status}
         return {"id": self.item_id(block), "type": "message", "status": status, "role": "assistant", "content": parts}
 
-    def call_name(self, block: Block) -> dict[str, str]:
+    def call_name(self, block: ContentBlock) -> dict[str, str]:
         """A function in a namespace is told apart from it again."""
         if block.name not in self._namespaced:
             return {"name": block.name}
         namespace, name = self._namespaced[block.name]
         return {"name": name, "namespace": namespace}
 
-    def part(self, block: Block) -> dict[str, Any]:
+    def part(self, block: ContentBlock) -> dict[str, Any]:
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": block.text}
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": self._logprobs}
@@ -205,12 +205,12 @@ class ResponseStream:
         self._number += 1
         return frame
 
-    def _change(self, change: Change) -> bytes:
+    def _change(self, change: BlockChange) -> bytes:
         block = change.block
         place = {"item_id": self._state.item_id(block), "output_index": block.index}
-        if isinstance(change, Opened):
+        if isinstance(change, BlockOpened):
             return self._opened(block, place)
-        if not isinstance(change, Grown):
+        if not isinstance(change, BlockGrown):
             return self._closed(block, place)
         if block.kind == "call":
             return self._event("response.function_call_arguments.delta", **place, delta=change.text)
@@ -220,8 +220,8 @@ class ResponseStream:
         logprobs = self._state.fresh_logprobs()
         return self._event("response.output_text.delta", **place, delta=change.text, logprobs=logprobs)
 
-    def _opened(self, block: Block, place: dict[str, Any]) -> bytes:
-        empty = Block(block.index, block.kind, block.name)
+    def _opened(self, block: ContentBlock, place: dict[str, Any]) -> bytes:
+        empty = ContentBlock(block.index, block.kind, block.name)
         item = self._state.item(empty, "in_progress")
         added = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
@@ -229,7 +229,7 @@ class ResponseStream:
         part = {**self._state.part(empty), **({"logprobs": []} if block.kind == "text" else {})}
         return added + self._event("response.content_part.added", **place, content_index=0, part=part)
 
-    def _closed(self, block: Block, place: dict[str, Any]) -> bytes:
+    def _closed(self, block: ContentBlock, place: dict[str, Any]) -> bytes:
         done = self._event
         if block.kind == "call":
             frames = done(

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.server.generation import Run
+from quire.server.generation import GenerationRun
 from quire.server.http.errors import ApiError, counting_output
 from quire.server.http.replies import stream_reply, whole_reply
 from quire.server.http.route_parts import api_router, job_of
@@ -66,7 +66,7 @@ def openai_router(server: Server) -> APIRouter:
         job = job_of(request, body, prompts, replace(params, grammar=grammar))
         job.grammar_param = output_param(body.structured_outputs)
         job.num_shown = params.n if body.echo and body.logprobs is not None else 1
-        run: Run = await server.generation.open(job)
+        run: GenerationRun = await server.generation.open(job)
         tokenizer = server.generation.tokenizer
         if not body.stream:
             whole = CompletionWhole(run, model, tokenizer, body)

@@ -61,7 +61,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class ChatTool(Body):
     type: Literal["function"]
     function: Function
 
@@ -113,7 +113,7 @@ class ChatBody(OpenAISampling):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Items[Tool] | None = None
+    tools: Items[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

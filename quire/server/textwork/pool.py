@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.server.textwork.process import MAX_FRAME, processor_seconds
-from quire.server.textwork.tasks import Refused, RenderChat, Result, Setup, Task, TextTasks, raise_refusal
+from quire.server.textwork.tasks import RenderChat, Result, Setup, Task, TaskRefusal, TextTasks, raise_refusal
 from quire.types import QuireError
 
 SHORT_BYTES = 64 << 10  # a larger task goes to the worker for long ones
@@ -80,7 +80,7 @@ class WorkerPool:
 
 
 def checked(result: Result) -> Result:
-    if isinstance(result, Refused):
+    if isinstance(result, TaskRefusal):
         raise_refusal(result)
     return result
 

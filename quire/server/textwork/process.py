@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from quire.server.textwork.tasks import Refused, Result, Setup, Task, TextTasks
+from quire.server.textwork.tasks import Result, Setup, Task, TaskRefusal, TextTasks
 
 MAX_FRAME = 1 << 30
 KEPT_MEMORY = 256 << 20  # a process that keeps more than this after a task is replaced
@@ -62,9 +62,9 @@ def _run(tasks: TextTasks, decoder: msgspec.msgpack.Decoder[Any], payload: bytes
         return tasks.run(decoder.decode(payload))
     except MemoryError:
         what = f"Reading the request took more than {tasks.setup.memory >> 20} MiB of memory."
-        return Refused(TOO_MUCH_MEMORY, what, "Send less.")
+        return TaskRefusal(TOO_MUCH_MEMORY, what, "Send less.")
     except RecursionError:
-        return Refused("invalid_value", "The request is nested too deeply.", "Send a flatter one.", status=400)
+        return TaskRefusal("invalid_value", "The request is nested too deeply.", "Send a flatter one.", status=400)
 
 
 def _memory_bytes() -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """What a text worker does: the tasks, their results, and `TextTasks`, which does them.
 
 Tasks and results are typed and cross a process boundary as msgpack. A task that is refused for a reason the client can
-mend gives `Refused`, which `raise_refusal` turns into the error again on the other side.
+mend gives `TaskRefusal`, which `raise_refusal` turns into the error again on the other side.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.text.conversation import ChatRenderer, Conversation, ConversationLimi
 from quire.text.loading import load_tokenizer
 from quire.text.prompts import encode_within
 from quire.text.resolve import find_bad_words
-from quire.text.schema import looked_at
+from quire.text.schema import with_schema_warnings
 from quire.text.template import template_for
 from quire.text.tokenizer import Tokenizer
 from quire.types import GrammarSpec, PromptTooLong, QuireError
@@ -111,11 +111,11 @@ class Rendered(msgspec.Struct, tag=True, frozen=True):
     show_special: bool
 
 
-class Encoded(msgspec.Struct, tag=True, frozen=True):
+class EncodedText(msgspec.Struct, tag="Encoded", frozen=True):
     ids: bytes
 
 
-class Decoded(msgspec.Struct, tag=True, frozen=True):
+class DecodedText(msgspec.Struct, tag="Decoded", frozen=True):
     text: str
 
 
@@ -132,7 +132,7 @@ class OutputFits(msgspec.Struct, tag=True, frozen=True):
     grammar: GrammarSpec
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class TaskRefusal(msgspec.Struct, tag="Refused", frozen=True):
     code: str
     what: str
     hint: str | None = None
@@ -142,7 +142,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 Task = RenderChat | EncodeText | DecodeTokens | FindWords | CheckBody | CheckOutput
-Result = Rendered | Encoded | Decoded | FoundWords | CheckedBody | OutputFits | Refused
+Result = Rendered | EncodedText | DecodedText | FoundWords | CheckedBody | OutputFits | TaskRefusal
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -155,7 +155,7 @@ def unpack_ids(packed: bytes) -> list[int]:
     return ids.tolist()
 
 
-def raise_refusal(refused: Refused) -> NoReturn:
+def raise_refusal(refused: TaskRefusal) -> NoReturn:
     if refused.status:
         raise ApiError(refused.status, refused.code, refused.what, refused.param)
     if refused.counts is not None:
@@ -182,11 +182,11 @@ class TextTasks:
         try:
             return self._run(task)
         except ApiError as error:
-            return Refused(error.code, error.message, None, error.param, error.status)
+            return TaskRefusal(error.code, error.message, None, error.param, error.status)
         except PromptTooLong as error:
-            return Refused(error.code, error.what, counts=(error.count, error.limit, error.at_least))
+            return TaskRefusal(error.code, error.what, counts=(error.count, error.limit, error.at_least))
         except QuireError as error:
-            return Refused(error.code, error.what, error.hint, error.param)
+            return TaskRefusal(error.code, error.what, error.hint, error.param)
 
     def _run(self, task: Task) -> Result:
         match task:
@@ -201,9 +201,9 @@ class TextTasks:
                     made.show_special,
                 )
             case EncodeText(text, max_tokens, add_special):
-                return Encoded(pack_ids(encode_within(self.tokenizer, text, max_tokens, add_special=add_special)))
+                return EncodedText(pack_ids(encode_within(self.tokenizer, text, max_tokens, add_special=add_special)))
             case DecodeTokens(ids, skip_special):
-                return Decoded(self.tokenizer.decode(unpack_ids(ids), skip_special=skip_special))
+                return DecodedText(self.tokenizer.decode(unpack_ids(ids), skip_special=skip_special))
             case FindWords(bad_words, dry_breakers):
                 bad = find_bad_words(bad_words, self.tokenizer)
                 breakers = {i for text in dry_breakers for i in self.tokenizer.ids_containing(text)}
@@ -211,7 +211,7 @@ class TextTasks:
             case CheckBody(path, body, max_prompt):
                 return CheckedBody(check_body(path, body, max_prompt))
             case CheckOutput(grammar, param):
-                return OutputFits(looked_at(grammar, param))
+                return OutputFits(with_schema_warnings(grammar, param))
 
     @cached_property
     def renderer(self) -> ChatRenderer:

@@ -26,7 +26,7 @@ from quire.text.channels import (
 from quire.text.conversation.answer import AnswerFormat, AssistantMessage
 from quire.text.conversation.request import Conversation, ConversationLimits, Message, check_tools
 from quire.text.prompts import encode_chat, render_chat
-from quire.text.schema import looked_at
+from quire.text.schema import with_schema_warnings
 from quire.text.stream import TextStream
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ class ChatRenderer:
         calls = self._call_grammar(conversation, form)
         output = conversation.output
         if calls is None and output is not None:
-            output = looked_at(output, conversation.output_param)
+            output = with_schema_warnings(output, conversation.output_param)
         return ChatTurn(
             text,
             tokens,

@@ -4,8 +4,8 @@
 for the schema it returns.
 """
 
-from quire.text.schema.found import Note
 from quire.text.schema.normal import Normal, normalise
-from quire.text.schema.output import looked_at
+from quire.text.schema.notes import SchemaNote
+from quire.text.schema.output import with_schema_warnings
 
-__all__ = ["Normal", "Note", "looked_at", "normalise"]
+__all__ = ["Normal", "SchemaNote", "normalise", "with_schema_warnings"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.text.schema.exclusive import all_exclusive, canonical
-from quire.text.schema.found import below, broken
+from quire.text.schema.notes import below, broken
 
 if TYPE_CHECKING:
     from quire.text.schema.normal import Walk

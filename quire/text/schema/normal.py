@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.text.schema.found import Findings, Note, broken, shown, too_much
 from quire.text.schema.logic import read_logic
+from quire.text.schema.notes import SchemaNote, SchemaNotes, broken, shown, too_much
 from quire.text.schema.refs import References, ref_of
 from quire.text.schema.shapes import read_array, read_object
 from quire.text.schema.values import read_values
@@ -28,13 +28,13 @@ _SIBLINGS_MEAN_NOTHING = ("draft-03", "draft-04", "draft-06", "draft-07")  # bes
 @dataclass(frozen=True, slots=True)
 class Normal:
     schema: dict[str, Any]  # what is enforced
-    notes: tuple[Note, ...]  # what is not
+    notes: tuple[SchemaNote, ...]  # what is not
 
 
 def normalise(schema: Any, *, strict: bool) -> Normal:
     """`strict`: refuse what can't be enforced, by keyword and place, instead of leaving it out. Raises `invalid_schema`
     or `grammar_too_complex`."""
-    walk = Walk(schema, Findings(strict))
+    walk = Walk(schema, SchemaNotes(strict))
     try:
         made = walk.whole(schema)
     except RecursionError:
@@ -45,7 +45,7 @@ def normalise(schema: Any, *, strict: bool) -> Normal:
 class Walk:
     """One way through a schema. The readers of keywords call `schema` for the schemas inside theirs."""
 
-    def __init__(self, root: Any, findings: Findings):
+    def __init__(self, root: Any, findings: SchemaNotes):
         self.references = References(root)
         self.findings = findings
         self._names: dict[str, str] = {}  # place of a reference's target -> its name in $defs

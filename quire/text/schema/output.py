@@ -9,7 +9,7 @@ from quire.text.schema.normal import normalise
 from quire.types import GrammarSpec, QuireError
 
 
-def looked_at(spec: GrammarSpec, param: str) -> GrammarSpec:
+def with_schema_warnings(spec: GrammarSpec, param: str) -> GrammarSpec:
     """The same spec with its warnings. Raises what is wrong with the schema, as an error of the field `param`."""
     if spec.kind != "json_schema":
         return spec

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from quire.text.schema.found import below
+from quire.text.schema.notes import below
 
 MAX_CHAIN = 64  # references to references
 MAX_WORK = 1_000_000  # values looked at to find out what two schemas have to do with each other

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quire.text.schema.found import below, broken, shown
+from quire.text.schema.notes import below, broken, shown
 from quire.text.schema.strings import overlap
 from quire.text.schema.values import count_of, usable
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.text.schema.exclusive import TYPES, types_of_value
-from quire.text.schema.found import broken, shown
+from quire.text.schema.notes import broken, shown
 from quire.text.schema.strings import KNOWN_FORMATS, WRITTEN_FORMATS, complaint, translated
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ class ReasoningTokens:
 
 
 @dataclass(slots=True)
-class Whole:
+class WholeSample:
     message: AssistantMessage = field(default_factory=AssistantMessage)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -53,11 +53,11 @@ class Whole:
         self.end = piece.end or self.end
 
 
-class Gather:
+class SampleCollector:
     """All samples of a request."""
 
     def __init__(self, num_samples: int):
-        self.samples = [Whole() for _ in range(num_samples)]
+        self.samples = [WholeSample() for _ in range(num_samples)]
         self.reasoning_tokens = ReasoningTokens()
 
     def take(self, pieces: Iterable[Piece]) -> None:

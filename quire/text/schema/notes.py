@@ -11,7 +11,7 @@ MAX_SHOWN = 120  # characters of a place or a value in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class SchemaNote:
     """A keyword that is left out of what is enforced."""
 
     keyword: str
@@ -23,14 +23,14 @@ class Note:
 
 
 @dataclass(slots=True)
-class Findings:
+class SchemaNotes:
     """Collects notes. Of a strict schema the first one is a refusal."""
 
     strict: bool
-    notes: list[Note] = field(default_factory=list)
+    notes: list[SchemaNote] = field(default_factory=list)
 
     def leave_out(self, keyword: str, place: str, why: str) -> None:
-        note = Note(shown(keyword), shown(place), why)
+        note = SchemaNote(shown(keyword), shown(place), why)
         if self.strict:
             what = f"The schema's '{note.keyword}' at {note.place} can't be enforced: {why}."
             raise QuireError("invalid_schema", what, "Leave it out, or ask for the schema without strict.")

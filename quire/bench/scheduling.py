@@ -42,7 +42,7 @@ _cpu_ns = time.thread_time_ns
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class SampleCounts:
     """The number of windows or rounds of each figure, and the sizes that are compared."""
 
     row_windows: int = 20
@@ -57,29 +57,29 @@ class Effort:
     prompt_len: int = PROMPT_LEN
 
 
-def bench_scheduler(effort: Effort | None = None) -> Report:
-    effort = effort or Effort()
-    with _without_collector(), progress_bar("scheduler", len(effort.row_counts) + 4) as advance:
+def bench_scheduler(counts: SampleCounts | None = None) -> Report:
+    counts = counts or SampleCounts()
+    with _without_collector(), progress_bar("scheduler", len(counts.row_counts) + 4) as advance:
         steps = []
-        for count in effort.row_counts:
-            steps.append(step_cost(count, effort.row_windows))
+        for count in counts.row_counts:
+            steps.append(step_cost(count, counts.row_windows))
             advance(len(steps))
-        waiting = waiting_growth(effort.waiting, effort.waiting_windows)
+        waiting = waiting_growth(counts.waiting, counts.waiting_windows)
         advance(len(steps) + 1)
-        matching = match_growth(effort.matched, effort.match_rounds)
+        matching = match_growth(counts.matched, counts.match_rounds)
         advance(len(steps) + 2)
-        blocked = blocked_growth(effort.blocked, effort.blocked_rounds)
+        blocked = blocked_growth(counts.blocked, counts.blocked_rounds)
         advance(len(steps) + 3)
-        prompts = prompt_costs(effort.prompt_len, effort.prompt_rounds)
+        prompts = prompt_costs(counts.prompt_len, counts.prompt_rounds)
     bars = [
         Bar(
-            f"step with {effort.waiting[1]:,} waiting over {effort.waiting[0]:,}",
+            f"step with {counts.waiting[1]:,} waiting over {counts.waiting[0]:,}",
             waiting["ratio"],
             MAX_WAITING_RATIO,
             "at most",
         ),
         Bar(
-            f"matching {effort.matched[1]:,} tokens over {effort.matched[0]:,}",
+            f"matching {counts.matched[1]:,} tokens over {counts.matched[0]:,}",
             matching["ratio"],
             MAX_MATCH_RATIO,
             "at most",
@@ -138,7 +138,7 @@ class StubTicket:
         return StepOutput(self.plan.step, [[7] if row.wants_sample else [] for row in self.plan.rows])
 
 
-class Rig:
+class SchedulerRig:
     """A scheduler, a cache index without memory, and the requests of one side of a comparison."""
 
     def __init__(self, *, max_rows: int, num_pages: int, max_waiting: int = 16, page_tokens: int = PAGE_TOKENS):
@@ -195,7 +195,7 @@ def step_cost(num_rows: int, num_windows: int) -> Report:
     """Microseconds of a step in which `num_rows` rows decode; `loop_us` is the engine's whole turn, stub included."""
     num_steps = (2 * num_windows + 2) * WINDOW
     pages_per_row = (128 + num_steps) // PAGE_TOKENS + 2
-    rig = Rig(max_rows=num_rows, num_pages=num_rows * pages_per_row + 1, max_waiting=num_rows)
+    rig = SchedulerRig(max_rows=num_rows, num_pages=num_rows * pages_per_row + 1, max_waiting=num_rows)
     rng = random.Random(num_rows)
     for _ in range(num_rows):
         rig.add(_random_prompt(rng, 64, 128), num_steps + 1)
@@ -234,7 +234,7 @@ def prompt_costs(length: int, num_rounds: int) -> list[Report]:
     rng = random.Random(length)
     sides = [(has_room, size) for has_room in (True, False) for size in PAGE_SIZES]
     rigs = [
-        Rig(max_rows=1, num_pages=(2 * num_rounds if has_room else 2) * length // size + 16, page_tokens=size)
+        SchedulerRig(max_rows=1, num_pages=(2 * num_rounds if has_room else 2) * length // size + 16, page_tokens=size)
         for has_room, size in sides
     ]
     costs: dict[tuple[bool, bool, int], list[tuple[float, float, float]]] = {}
@@ -286,7 +286,7 @@ class _QueueSide:
 
     def __init__(self, num_waiting: int, num_rows: int):
         self._rng = random.Random(1)  # the same requests in the same order on every side
-        self._rig = Rig(max_rows=num_rows, num_pages=16 * num_rows, max_waiting=num_waiting + num_rows)
+        self._rig = SchedulerRig(max_rows=num_rows, num_pages=16 * num_rows, max_waiting=num_waiting + num_rows)
         for _ in range(num_waiting + num_rows):
             self._add()
 
@@ -304,7 +304,7 @@ class _QueueSide:
 def match_growth(lengths: tuple[int, int], num_rounds: int) -> Report:
     """Compare the cost of matching a short and a long prompt in the prefix cache, hashing included."""
     rng = random.Random(2)
-    rig = Rig(max_rows=1, num_pages=sum(lengths) // PAGE_TOKENS + 8)
+    rig = SchedulerRig(max_rows=1, num_pages=sum(lengths) // PAGE_TOKENS + 8)
     prompts = [_random_prompt(rng, length, length) for length in lengths]
     for prompt in prompts:
         rig.add(list(prompt), 1)
@@ -344,7 +344,7 @@ class _BlockedSide:
 
     def __init__(self, length: int, longest: int, num_rounds: int):
         rng = random.Random(3)
-        self._rig = rig = Rig(max_rows=self.NUM_ROWS, num_pages=longest // PAGE_TOKENS + 64 * self.NUM_ROWS)
+        self._rig = rig = SchedulerRig(max_rows=self.NUM_ROWS, num_pages=longest // PAGE_TOKENS + 64 * self.NUM_ROWS)
         known = _random_prompt(rng, longest, longest)
         rig.add(list(known), 1)
         while rig.engine.has_work:

@@ -18,10 +18,10 @@ def show(report: Report) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False)
     _DRAW[report["benchmark"]](console, report)
-    _bars(console, report["bars"])
+    print_gates(console, report["bars"])
 
 
-def _table(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table whose first column holds names and whose other columns hold figures."""
     from rich import box
     from rich.table import Table
@@ -35,11 +35,11 @@ def _table(console: Console, title: str, headings: Sequence[str], rows: Iterable
     console.print(table)
 
 
-def _bars(console: Console, bars: Sequence[Report]) -> None:
+def print_gates(console: Console, bars: Sequence[Report]) -> None:
     for bar in bars:
         verdict, style = ("pass", "green") if bar["pass"] else ("FAIL", "red bold")
         console.print(verdict, style=style, end="")
-        value = f"{bar['value']:.3f}" if bar["value"] < 100 else _rate(bar["value"])
+        value = f"{bar['value']:.3f}" if bar["value"] < 100 else format_rate(bar["value"])
         console.print(f"  {bar['name']}: {value} ({bar['sense']} {bar['bar']:g})", soft_wrap=True)
 
 
@@ -51,11 +51,13 @@ def _offline(console: Console, report: Report) -> None:
     runs, figures = report["runs"], report["median"]
     if len(runs) > 1:
         columns = ("seed", "out tok/s", "wall", "TTFT p50", "p99", "ITL p50", "p99")
-        _table(console, f"{report['model']}, {report['work']}: every run", columns, [_run_line(run) for run in runs])
+        print_table(
+            console, f"{report['model']}, {report['work']}: every run", columns, [_run_line(run) for run in runs]
+        )
     what = "median of the runs" if len(runs) > 1 else f"seed {runs[0]['seed']}"
-    _table(console, f"{report['model']}, {report['work']}, {what}", ("", ""), _figures(report, figures))
+    print_table(console, f"{report['model']}, {report['work']}, {what}", ("", ""), _figures(report, figures))
     latencies = [("time to first token", figures.get("ttft_s")), ("time between tokens", figures.get("itl_s"))]
-    _table(console, "Latency", ("", *SHARES), [(name, *_latencies(values)) for name, values in latencies])
+    print_table(console, "Latency", ("", *SHARES), [(name, *format_latencies(values)) for name, values in latencies])
     last = runs[-1]
     for name, label in (("rows_per_step", "Rows a step"), ("tokens_per_step", "Tokens a step")):
         console.print(f"{label}: mean {last[name]['mean']:.1f}, max {last[name]['max']}", style="bold")
@@ -79,42 +81,42 @@ def _run_line(run: Report) -> tuple[str, ...]:
     first, between = run["ttft_s"], run["itl_s"] or {}
     return (
         str(run["seed"]),
-        _rate(run["output_tps"]),
-        _seconds(run["wall_s"]),
-        _seconds(first["p50"]),
-        _seconds(first["p99"]),
-        _seconds(between.get("p50")),
-        _seconds(between.get("p99")),
+        format_rate(run["output_tps"]),
+        format_seconds(run["wall_s"]),
+        format_seconds(first["p50"]),
+        format_seconds(first["p99"]),
+        format_seconds(between.get("p50")),
+        format_seconds(between.get("p99")),
     )
 
 
 def _figures(report: Report, figures: Report) -> list[tuple[str, str]]:
     memory, start = report["memory"], report["start"]
     lines = [
-        ("output", f"{_rate(figures['output_tps'])} tok/s"),
-        ("prompt and output", f"{_rate(figures['total_tps'])} tok/s"),
-        ("wall time", _seconds(figures["wall_s"])),
-        ("requests", _count(figures["requests"])),
-        ("prompt tokens", _count(figures["prompt_tokens"])),
-        ("output tokens", _count(figures["output_tokens"])),
-        ("steps", _count(figures["steps"])),
-        ("cache hits", f"{_count(figures['cache_hit_tokens'])} tokens ({figures['cache_hit_ratio']:.1%})"),
+        ("output", f"{format_rate(figures['output_tps'])} tok/s"),
+        ("prompt and output", f"{format_rate(figures['total_tps'])} tok/s"),
+        ("wall time", format_seconds(figures["wall_s"])),
+        ("requests", format_count(figures["requests"])),
+        ("prompt tokens", format_count(figures["prompt_tokens"])),
+        ("output tokens", format_count(figures["output_tokens"])),
+        ("steps", format_count(figures["steps"])),
+        ("cache hits", f"{format_count(figures['cache_hit_tokens'])} tokens ({figures['cache_hit_ratio']:.1%})"),
         (
             "preemptions",
-            f"{_count(figures['preemptions'])} (swapped {_count(figures['swaps'])}, "
-            f"recomputed {_count(figures['recomputes'])})",
+            f"{format_count(figures['preemptions'])} (swapped {format_count(figures['swaps'])}, "
+            f"recomputed {format_count(figures['recomputes'])})",
         ),
-        ("peak memory", _size(memory["peak_rss_bytes"])),
-        ("start to ready", _seconds(start["ready_s"])),
-        ("start to first token", _seconds(start["first_token_s"])),
+        ("peak memory", format_size(memory["peak_rss_bytes"])),
+        ("start to ready", format_seconds(start["ready_s"])),
+        ("start to first token", format_seconds(start["first_token_s"])),
     ]
     if memory["peak_cuda_bytes"] is not None:
-        lines.insert(-2, ("peak GPU memory", _size(memory["peak_cuda_bytes"])))
+        lines.insert(-2, ("peak GPU memory", format_size(memory["peak_cuda_bytes"])))
     return lines
 
 
-def _latencies(values: Report | None) -> tuple[str, ...]:
-    return tuple(_seconds((values or {}).get(name)) for name in SHARES)
+def format_latencies(values: Report | None) -> tuple[str, ...]:
+    return tuple(format_seconds((values or {}).get(name)) for name in SHARES)
 
 
 def _histogram(buckets: Sequence[Report]) -> list[str]:
@@ -135,12 +137,14 @@ def _histogram(buckets: Sequence[Report]) -> list[str]:
 
 def _batch(console: Console, report: Report) -> None:
     rounds = [
-        (str(index + 1), _rate(pair["one"]), _rate(pair["batch"]), f"{pair['batch'] / pair['one']:.2f}×")
+        (str(index + 1), format_rate(pair["one"]), format_rate(pair["batch"]), f"{pair['batch'] / pair['one']:.2f}×")
         for index, pair in enumerate(report["rounds"])
     ]
-    rounds.append(("median", _rate(report["one_tps"]), _rate(report["batch_tps"]), f"{report['ratio']:.2f}×"))
+    rounds.append(
+        ("median", format_rate(report["one_tps"]), format_rate(report["batch_tps"]), f"{report['ratio']:.2f}×")
+    )
     title = f"{report['model']}: output tok/s, {report['prompt_len']} tokens in and {report['output_len']} out"
-    _table(console, title, ("round", "one stream", f"batch of {report['batch']}", "gain"), rounds)
+    print_table(console, title, ("round", "one stream", f"batch of {report['batch']}", "gain"), rounds)
     _environment(console, report)
 
 
@@ -153,16 +157,16 @@ def _latency(console: Console, report: Report) -> None:
     rows = []
     for part in report["under_load"]:
         target = "no target" if part["target_ms"] is None else f"target {part['target_ms']:g} ms"
-        rows.append((f"{target}: gap, decodes alone", *_latencies(part["gap_alone_s"])))
-        rows.append((f"{target}: gap while prompts arrive", *_latencies(part["gap_s"])))
-        rows.append((f"{target}: those prompts' first token", *_latencies(part["ttft_s"])))
-    _table(console, title, ("", *SHARES), rows)
+        rows.append((f"{target}: gap, decodes alone", *format_latencies(part["gap_alone_s"])))
+        rows.append((f"{target}: gap while prompts arrive", *format_latencies(part["gap_s"])))
+        rows.append((f"{target}: those prompts' first token", *format_latencies(part["ttft_s"])))
+    print_table(console, title, ("", *SHARES), rows)
     idle = report["idle"]
     lines = [
-        ("cold", _seconds(idle["cold_ttft_s"])),
-        (f"{_count(idle['warm_cached_tokens'])} tokens cached", _seconds(idle["warm_ttft_s"])),
+        ("cold", format_seconds(idle["cold_ttft_s"])),
+        (f"{format_count(idle['warm_cached_tokens'])} tokens cached", format_seconds(idle["warm_ttft_s"])),
     ]
-    _table(console, f"First token of {load['prompt_len']} tokens on an idle engine", ("", ""), lines)
+    print_table(console, f"First token of {load['prompt_len']} tokens on an idle engine", ("", ""), lines)
     _environment(console, report)
 
 
@@ -171,28 +175,29 @@ def _start(console: Console, report: Report) -> None:
     names = ("tried_s", "ready_s", "first_token_s", "tenth_token_s")
     runs = [("cold", report["cold"]), *((f"warm {i + 1}", run) for i, run in enumerate(report["warm_runs"]))]
     rows = [
-        (name, *(_seconds(run[phase]) for phase in names)) for name, run in [*runs, ("warm, median", report["warm"])]
+        (name, *(format_seconds(run[phase]) for phase in names))
+        for name, run in [*runs, ("warm, median", report["warm"])]
     ]
     title = f"{report['model']}: seconds since the process was started, {report['prompt_len']} tokens in"
-    _table(console, title, ("kernel cache", *phases), rows)
+    print_table(console, title, ("kernel cache", *phases), rows)
     if "run" in report:
         run = report["run"]
-        times = [(f"{i + 1}", *map(_seconds, pair)) for i, pair in enumerate(run["pairs"])]
-        middle = ("median", _seconds(run["import_torch_s"]), _seconds(run["first_token_s"]))
-        _table(console, "Alternating runs", ("", "import torch", "first token of quire run"), [*times, middle])
+        times = [(f"{i + 1}", *map(format_seconds, pair)) for i, pair in enumerate(run["pairs"])]
+        middle = ("median", format_seconds(run["import_torch_s"]), format_seconds(run["first_token_s"]))
+        print_table(console, "Alternating runs", ("", "import torch", "first token of quire run"), [*times, middle])
 
 
 def _gap(console: Console, report: Report) -> None:
     rows = [
-        ("turn of the loop", *_latencies(report["turn_s"])),
-        ("host without that wait", *_latencies(report["host_s"])),
+        ("turn of the loop", *format_latencies(report["turn_s"])),
+        ("host without that wait", *format_latencies(report["host_s"])),
     ]
-    rows += [(f"  {kind}", *_latencies(each)) for kind, each in report["host_parts_s"].items()]
-    rows.append(("host waits for tokens", *_latencies(report["wait_s"])))
+    rows += [(f"  {kind}", *format_latencies(each)) for kind, each in report["host_parts_s"].items()]
+    rows.append(("host waits for tokens", *format_latencies(report["wait_s"])))
     if report["device_s"] is not None:
-        rows.append(("device, a step", *_latencies(report["device_s"])))
-        rows.append(("device idle before it", *_latencies(report["device_idle_s"])))
-    _table(console, f"{report['model']}: {report['rows']} rows, {report['steps']} steps", ("", *SHARES), rows)
+        rows.append(("device, a step", *format_latencies(report["device_s"])))
+        rows.append(("device idle before it", *format_latencies(report["device_idle_s"])))
+    print_table(console, f"{report['model']}: {report['rows']} rows, {report['steps']} steps", ("", *SHARES), rows)
     if report["device_idle_share"] is not None:
         console.print(f"The device was idle {report['device_idle_share']:.2%} of the time.", style="bold")
     _environment(console, report)
@@ -200,28 +205,32 @@ def _gap(console: Console, report: Report) -> None:
 
 def _growth(console: Console, report: Report) -> None:
     readings = [
-        (_count(reading["requests"]), _size(reading["rss_bytes"]), _size(reading["rss_unsettled_bytes"]))
+        (
+            format_count(reading["requests"]),
+            format_size(reading["rss_bytes"]),
+            format_size(reading["rss_unsettled_bytes"]),
+        )
         for reading in report["readings"]
     ]
     headings = ("requests so far", "resident memory", "before malloc_trim")
-    _table(console, f"{report['model']}: growth", headings, readings)
+    print_table(console, f"{report['model']}: growth", headings, readings)
 
 
 def _scheduler(console: Console, report: Report) -> None:
     headings = ("rows", "plan", "commit", "plan and commit, a row", "whole loop")
     names = ("plan_us", "commit_us", "plan_and_commit_us_per_row", "loop_us")
-    steps = [(str(step["rows"]), *(_micros(step[name]) for name in names)) for step in report["steps"]]
-    _table(console, "One step, all rows decoding", headings, steps)
+    steps = [(str(step["rows"]), *(format_micros(step[name]) for name in names)) for step in report["steps"]]
+    print_table(console, "One step, all rows decoding", headings, steps)
     prompts = [
         (
-            *(_count(prompt[name]) for name in ("tokens", "cached", "page_tokens")),
+            *(format_count(prompt[name]) for name in ("tokens", "cached", "page_tokens")),
             "yes" if prompt["evicts"] else "no",
-            *(_micros(prompt[name]) for name in ("plan_us", "commit_us", "books_us")),
+            *(format_micros(prompt[name]) for name in ("plan_us", "commit_us", "books_us")),
         )
         for prompt in report["prompts"]
     ]
     headings_of_prompts = ("tokens", "cached", "page", "evicts others", "plan", "commit", "commit after the token")
-    _table(console, "One long prompt", headings_of_prompts, prompts)
+    print_table(console, "One long prompt", headings_of_prompts, prompts)
     sides = (
         ("a step, requests waiting", report["waiting"], "few", "many"),
         ("matching, prompt tokens", report["matching"], "short", "long"),
@@ -230,15 +239,15 @@ def _scheduler(console: Console, report: Report) -> None:
     growth = [
         (
             name,
-            _count(costs[low]),
-            _micros(costs[f"{low}_us"]),
-            _count(costs[high]),
-            _micros(costs[f"{high}_us"]),
+            format_count(costs[low]),
+            format_micros(costs[f"{low}_us"]),
+            format_count(costs[high]),
+            format_micros(costs[f"{high}_us"]),
             f"{costs['ratio']:.2f}×",
         )
         for name, costs, low, high in sides
     ]
-    _table(console, "Growth", ("", "few", "cost", "many", "cost", "ratio"), growth)
+    print_table(console, "Growth", ("", "few", "cost", "many", "cost", "ratio"), growth)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,7 +264,7 @@ def _llama_cpp(console: Console, report: Report) -> None:
         rows.append(("tokens as float32", *(str(agreement[side]["tokens"]) for side in ("ours", "theirs")), ""))
         rows.append(("whole answers", *(str(agreement[side]["whole"]) for side in ("ours", "theirs")), ""))
         title = f"{form}, {report['threads']} threads, median of {report['rounds']}"
-        _table(console, title, ("", "quire tok/s", "llama.cpp tok/s", "ratio"), rows)
+        print_table(console, title, ("", "quire tok/s", "llama.cpp tok/s", "ratio"), rows)
 
 
 def _quality(console: Console, report: Report) -> None:
@@ -265,7 +274,7 @@ def _quality(console: Console, report: Report) -> None:
         ("divergence from float32, nats a token", f"{report['kl']:.5f}"),
         ("same most likely token", f"{report['same_top']:.2%}"),
     ]
-    _table(console, f"{report['tokens']} tokens", ("", ""), rows)
+    print_table(console, f"{report['tokens']} tokens", ("", ""), rows)
 
 
 _DRAW = {
@@ -285,23 +294,23 @@ _DRAW = {
 # Formats
 
 
-def _rate(value: float) -> str:
+def format_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
-def _count(value: Any) -> str:
+def format_count(value: Any) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"  # a median can be a half
 
 
-def _seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _micros(value: float) -> str:
+def format_micros(value: float) -> str:
     return f"{value:.1f} µs" if value < 1000 else f"{value / 1000:.2f} ms"
 
 
-def _size(value: int) -> str:
+def format_size(value: int) -> str:
     return f"{value / (1 << 20):,.1f} MiB"

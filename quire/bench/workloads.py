@@ -137,10 +137,10 @@ def _parse_line(line: bytes, origin: str, defaults: dict[str, Any]) -> BenchJob:
         if name not in _FIELDS:
             raise _bad_line(origin, f"has an unknown field {name!r:.80}")
     tokens = entry.get("prompt_token_ids")
-    if not isinstance(tokens, list) or not tokens or not all(_is_whole(token) and token >= 0 for token in tokens):
+    if not isinstance(tokens, list) or not tokens or not all(is_integer(token) and token >= 0 for token in tokens):
         raise _bad_line(origin, "needs prompt_token_ids, a list of token ids that is not empty")
     max_tokens = entry.get("max_tokens")
-    if not _is_whole(max_tokens) or max_tokens < 1:
+    if not is_integer(max_tokens) or max_tokens < 1:
         raise _bad_line(origin, "needs max_tokens, a whole number of at least 1")
     options = {name: defaults[name] if entry.get(name) is None else entry[name] for name in defaults}
     try:
@@ -149,7 +149,7 @@ def _parse_line(line: bytes, origin: str, defaults: dict[str, Any]) -> BenchJob:
         raise _bad_line(origin, f"is refused: {error.what.rstrip('.')}") from None
 
 
-def _is_whole(value: Any) -> TypeGuard[int]:
+def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

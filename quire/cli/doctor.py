@@ -17,7 +17,7 @@ from typing import Any
 
 import quire
 from quire.cli.model_argument import add_positional_model, take_positional_model
-from quire.cli.output import format_bytes, waiting, write_json
+from quire.cli.output import format_memory, waiting, write_json
 from quire.config import Config, knobs
 from quire.config_build import (
     ENGINE_TABLES,
@@ -268,12 +268,12 @@ def _machine_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         cores += f" of {machine['num_cores']}"
     rows: list[tuple[str, ...]] = [("system", machine["system"]), ("processor", machine["cpu"]), ("cores", cores)]
     if machine["memory_total"] is not None and machine["memory_available"] is not None:
-        free, total = format_bytes(machine["memory_available"]), format_bytes(machine["memory_total"])
+        free, total = format_memory(machine["memory_available"]), format_memory(machine["memory_total"])
         rows.append(("memory", f"{free} available of {total}"))
     rows.append(("CPU kernels", report["cpu_kernels"]["isa"] or "plain torch"))
     gpus = [device for device in report["devices"] if device["device"] != "cpu"]
     for gpu in gpus:
-        free, total = format_bytes(gpu["memory_free"]), format_bytes(gpu["memory_total"])
+        free, total = format_memory(gpu["memory_free"]), format_memory(gpu["memory_total"])
         rows.append((gpu["device"], f"{gpu['name']} ({gpu['capability']}), {free} free of {total}"))
     if not gpus:
         rows.append(("GPU", "none that torch can use" if report["devices"] else "unknown without torch"))
@@ -300,7 +300,7 @@ def _store_rows(store: Mapping[str, Any]) -> list[tuple[str, ...]]:
         return [("none", store["trouble"])]
     rows: list[tuple[str, ...]] = []
     for model in store["models"]:
-        rows.append((model["name"], format_bytes(model["bytes"]) + ("" if model["complete"] else ", incomplete")))
+        rows.append((model["name"], format_memory(model["bytes"]) + ("" if model["complete"] else ", incomplete")))
     return rows or [("none yet", "the first `quire run` fetches its model")]
 
 

@@ -175,7 +175,7 @@ class LoadingProgress:
         self._say(line)
 
 
-def format_bytes(size: int) -> str:
+def format_memory(size: int) -> str:
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

@@ -14,19 +14,29 @@ import pytest
 
 import quire
 from quire.bench import scheduling
-from quire.bench.scheduling import Effort, Rig, bench_scheduler
+from quire.bench.scheduling import SchedulerRig, SampleCounts, bench_scheduler
 from quire.bench.tables import show
 from quire.cli import bench as command
 from quire.cli.main import main
 
-SMALL = Effort(2, 2, 3, row_counts=(1, 3), waiting=(2, 40), matched=(64, 640), blocked_rounds=2, blocked=(20, 320),
-               prompt_rounds=2, prompt_len=512)  # fmt: skip
+SMALL = SampleCounts(
+    2,
+    2,
+    3,
+    row_counts=(1, 3),
+    waiting=(2, 40),
+    matched=(64, 640),
+    blocked_rounds=2,
+    blocked=(20, 320),
+    prompt_rounds=2,
+    prompt_len=512,
+)
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the command measure little."""
-    monkeypatch.setattr(scheduling, "Effort", lambda: SMALL)
+    monkeypatch.setattr(scheduling, "SampleCounts", lambda: SMALL)
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +59,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_rig_runs_requests_to_their_ends() -> None:
-    rig = Rig(max_rows=2, num_pages=64)
+    rig = SchedulerRig(max_rows=2, num_pages=64)
     for length in (5, 40, 7):
         rig.add(list(range(length)), 3)
     ended = sum(rig.step() for _ in range(8) if rig.scheduler.has_work)
@@ -63,15 +73,15 @@ def test_the_rig_runs_requests_to_their_ends() -> None:
 
 def test_a_prompt_comes_again_with_all_but_its_end_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[tuple[int, ...]] = []
-    step = Rig.step
+    step = SchedulerRig.step
 
-    def watched(rig: Rig) -> int:
+    def watched(rig: SchedulerRig) -> int:
         before = rig.scheduler.stats.computed_tokens
         ended = step(rig)
         computed.append((rig.cache.page_tokens, rig.scheduler.stats.computed_tokens - before))
         return ended
 
-    monkeypatch.setattr(Rig, "step", watched)
+    monkeypatch.setattr(SchedulerRig, "step", watched)
     scheduling.prompt_costs(512, 3)
     assert computed == [(size, tokens) for size in (16, 64, 16, 64) for tokens in (512, 1, 64, 1)] * 3
 
@@ -109,8 +119,8 @@ def test_torch_stays_out() -> None:
 import sys
 from quire.bench import scheduling
 sizes = {"row_counts": (1,), "waiting": (1, 2), "matched": (32, 64), "blocked": (16, 64)}
-small = scheduling.Effort(1, 1, 1, blocked_rounds=1, prompt_rounds=1, prompt_len=128, **sizes)
-scheduling.Effort = lambda: small
+small = scheduling.SampleCounts(1, 1, 1, blocked_rounds=1, prompt_rounds=1, prompt_len=128, **sizes)
+scheduling.SampleCounts = lambda: small
 from quire.cli.main import main
 assert main(["bench", "scheduler"]) in (0, 2)
 assert "torch" not in sys.modules

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.cli import run as command
-from quire.cli.output import format_bytes, printable
+from quire.cli.output import format_memory, printable
 from quire.types import QuireError, Timing, Usage
 from tests.pure.fake_llm import FakeLLM, Output
 
@@ -220,7 +220,7 @@ def test_a_terminal_is_not_steered() -> None:
     ("size", "shown"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB"), (3 << 29, "1.5 GiB")]
 )
 def test_format_bytes(size: int, shown: str) -> None:
-    assert format_bytes(size) == shown
+    assert format_memory(size) == shown
 
 
 # -- the model, named without a flag

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.bench.hostile.requests import CHAT, CUT, LATER, REQUEST_KINDS, Exchange, Sizes, Target, post
+from quire.bench.hostile.requests import CHAT, CUT, OVERLOADED, REQUEST_KINDS, Exchange, Sizes, Target, post
 
 ANSWER_SECONDS = 120.0  # seconds; a later answer counts as wrong
 PIECE = 1 << 16
@@ -93,7 +93,7 @@ class Ask:
                 status = await read_answer(reader)
         except TimeoutError:
             status = "no answer"
-        tally.count(exchange.name, status, status in exchange.expected or status in LATER)
+        tally.count(exchange.name, status, status in exchange.expected or status in OVERLOADED)
 
 
 class Flood:

@@ -13,7 +13,7 @@ from typing import Any
 
 CUT = 0  # instead of a status: the connection was closed without an answer
 REFUSED = frozenset({400, 413, 422})
-LATER = frozenset({429, 503})  # overloaded: always a correct answer to a hostile request
+OVERLOADED = frozenset({429, 503})  # overloaded: always a correct answer to a hostile request
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 

@@ -12,7 +12,7 @@ from quire.bench.online.stream_client import Endpoint, RequestFailure
 from quire.bench.online.streamed_chat import WORDS, Choice, StreamedReply, stream_chat
 from quire.types import QuireError
 
-LATER = (429, 503)
+OVERLOADED = (429, 503)
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Streams:
                 self._lose(len(self._expected[number].tokens), f"{type(error).__name__}: {error}")
                 await asyncio.sleep(0.1)
                 continue
-            if seen.status in LATER:
+            if seen.status in OVERLOADED:
                 self.counts.told_to_come_back += 1
                 await asyncio.sleep(0.5)
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.bench.stats import Report
-from quire.bench.tables import _bars, _count, _size, _table
+from quire.bench.tables import format_count, format_size, print_gates, print_table
 
 
 def show_hostile(report: Report) -> None:
@@ -14,19 +14,19 @@ def show_hostile(report: Report) -> None:
     load = f"load {report['load_before']:.1f} before, {report['load_after']:.1f} after, {report['num_cores']} cores"
     title = f"{settings['model']}, {settings['streams']} streams, {settings['seconds']:g} s an attack; {load}"
     delays = ("loop delay", "p50", "p99", "max", "computing p99", "max")
-    _table(console, title, delays, [_delay_line(phase) for phase in phases])
+    print_table(console, title, delays, [_delay_line(phase) for phase in phases])
     sizes = ("", "before", "peak", "after", "workers peak")
-    _table(console, "Memory of the HTTP process", sizes, [_memory_line(phase) for phase in phases])
+    print_table(console, "Memory of the HTTP process", sizes, [_memory_line(phase) for phase in phases])
     counts = ("", "tokens", "lost", "wrong", "longest pause", "refused")
-    _table(console, "What the streams got", counts, [_stream_line(phase) for phase in phases])
+    print_table(console, "What the streams got", counts, [_stream_line(phase) for phase in phases])
     for phase in phases[1:]:
         answers = ", ".join(f"{count} {answer}" for answer, count in sorted(phase["answers"].items()))
-        console.print(f"{phase['name']}: {_size(phase['sent_bytes'])} sent; {answers}", soft_wrap=True)
+        console.print(f"{phase['name']}: {format_size(phase['sent_bytes'])} sent; {answers}", soft_wrap=True)
     for phase in report["phases"]:
         wrong = [f"{what} ({count})" for what, count in phase["wrong_answers"].items()]
         for line in (*wrong, *filter(None, [phase["streams"]["problem"]])):
             console.print(f"{phase['name']}: {line}", style="yellow", soft_wrap=True)
-    _bars(console, report["bars"])
+    print_gates(console, report["bars"])
 
 
 def _delay_line(phase: Report) -> tuple[str, ...]:
@@ -40,13 +40,13 @@ def _delay_line(phase: Report) -> tuple[str, ...]:
 
 def _memory_line(phase: Report) -> tuple[str, ...]:
     memory = phase["memory"]
-    return (phase["name"], *(_size(memory[name]) for name in ("before", "peak", "after", "workers_peak")))
+    return (phase["name"], *(format_size(memory[name]) for name in ("before", "peak", "after", "workers_peak")))
 
 
 def _stream_line(phase: Report) -> tuple[str, ...]:
     streams = phase["streams"]
-    counts = (_count(streams[name]) for name in ("tokens", "lost", "wrong"))
-    pause, refused = f"{streams['longest_pause']:.2f} s", _count(streams["told_to_come_back"])
+    counts = (format_count(streams[name]) for name in ("tokens", "lost", "wrong"))
+    pause, refused = f"{streams['longest_pause']:.2f} s", format_count(streams["told_to_come_back"])
     return phase["name"], *counts, pause, refused
 
 

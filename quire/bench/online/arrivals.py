@@ -150,7 +150,7 @@ def _read_mooncake(file: Iterable[str], path: Path) -> Iterator[Arrival]:
             stamp, blocks = entry["timestamp"], entry.get("hash_ids", [])
             if isinstance(stamp, bool) or not isinstance(stamp, (int, float)) or not math.isfinite(stamp):
                 raise ValueError("timestamp is not a number of milliseconds")
-            if not isinstance(blocks, list) or not all(is_whole(block) for block in blocks):
+            if not isinstance(blocks, list) or not all(is_integer(block) for block in blocks):
                 raise ValueError("hash_ids is not a list of whole numbers")
             prompt_len, output_len = _length(entry["input_length"]), _length(entry["output_length"])
             if blocks and len(blocks) != -(-prompt_len // BLOCK_TOKENS):
@@ -169,12 +169,12 @@ def read_lines(file: Iterable[str], path: Path) -> Iterator[str]:
 
 
 def _length(value: Any) -> int:
-    if not is_whole(value) or not 0 <= value <= MAX_LEN:
+    if not is_integer(value) or not 0 <= value <= MAX_LEN:
         raise ValueError(f"{value!r:.80} is not a length of 0 to {MAX_LEN} tokens")
     return value
 
 
-def is_whole(value: Any) -> TypeGuard[int]:
+def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

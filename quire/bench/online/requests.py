@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench.online.arrivals import Arrival, bad_line, is_whole, json_object, read_lines
+from quire.bench.online.arrivals import Arrival, bad_line, is_integer, json_object, read_lines
 from quire.types import QuireError
 
 LOWEST_ID, HIGHEST_ID = 1000, 9999  # contains no special tokens in any known vocabulary
@@ -60,7 +60,7 @@ def _check_prompt(entry: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it has an unknown field {sorted(unknown)[0]!r:.80}")
     if not isinstance(entry[given[0]], str if given[0] == "prompt" else list):
         raise ValueError(f"{given[0]} has the wrong type")
-    if "max_tokens" in entry and (not is_whole(entry["max_tokens"]) or entry["max_tokens"] < 1):
+    if "max_tokens" in entry and (not is_integer(entry["max_tokens"]) or entry["max_tokens"] < 1):
         raise ValueError("max_tokens is not a whole number of at least 1")
     return entry
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.bench.online.report import describe_work, show_figure, show_interval, show_ratio, warnings
 from quire.bench.stats import SHARES, Report
-from quire.bench.tables import _bars, _count, _latencies, _rate, _seconds, _table
+from quire.bench.tables import format_count, format_latencies, format_rate, format_seconds, print_gates, print_table
 
 LATENCIES = (
     ("time to first token", "ttft_s"),
@@ -19,37 +19,39 @@ def show_online(report: Report) -> None:
     from rich.console import Console  # imported late, since it takes 0.1 s
 
     console = Console(highlight=False, markup=False, emoji=False)
-    _table(console, f"{report['model']}: {describe_work(report['work'])}", ("", ""), _figures(report))
-    rows = [(name, *_latencies(report[key])) for name, key in LATENCIES]
-    rows.append(("client lag", *_latencies(report["client"]["lag_s"])))
-    _table(console, "Latency", ("", *SHARES), rows)
+    print_table(console, f"{report['model']}: {describe_work(report['work'])}", ("", ""), _figures(report))
+    rows = [(name, *format_latencies(report[key])) for name, key in LATENCIES]
+    rows.append(("client lag", *format_latencies(report["client"]["lag_s"])))
+    print_table(console, "Latency", ("", *SHARES), rows)
     if report["failures"]:
-        failures = [(failure["outcome"], _count(failure["count"])) for failure in report["failures"]]
-        _table(console, "Failures", ("", "requests"), failures)
+        failures = [(failure["outcome"], format_count(failure["count"])) for failure in report["failures"]]
+        print_table(console, "Failures", ("", "requests"), failures)
         for failure in report["failures"]:
             console.print(f"{failure['outcome']}: {failure['example']}", style="dim", soft_wrap=True)
     for warning in warnings(report):
         console.print(warning, style="yellow", soft_wrap=True)
-    _bars(console, report["bars"])
+    print_gates(console, report["bars"])
 
 
 def _figures(report: Report) -> list[tuple[str, str]]:
     rates, goodput, targets = report["rates"], report["goodput"], report["targets"]
     lines = [
-        ("answered", f"{_count(report['answered'])} of {_count(report['answered'] + report['failed'])}"),
-        ("wall time", _seconds(report["wall_s"])),
+        ("answered", f"{format_count(report['answered'])} of {format_count(report['answered'] + report['failed'])}"),
+        ("wall time", format_seconds(report["wall_s"])),
         ("offered", _per_second(rates["offered_rps"])),
         ("sent", _per_second(rates["sent_rps"])),
         ("completed", _per_second(rates["answered_rps"])),
-        ("output", f"{_rate(report['output_tps'])} tok/s"),
-        ("prompt and output", f"{_rate(report['total_tps'])} tok/s"),
-        ("prompt tokens", f"{_count(report['prompt_tokens'])} ({_count(report['cached_tokens'])} cached)"),
-        ("output tokens", _count(report["output_tokens"])),
+        ("output", f"{format_rate(report['output_tps'])} tok/s"),
+        ("prompt and output", f"{format_rate(report['total_tps'])} tok/s"),
+        ("prompt tokens", f"{format_count(report['prompt_tokens'])} ({format_count(report['cached_tokens'])} cached)"),
+        ("output tokens", format_count(report["output_tokens"])),
         ("in flight", f"{report['timeline']['mean_in_flight']:.1f} (at most {report['client']['most_open']})"),
     ]
     if any(targets.values()):
         limits = (("TTFT", targets["ttft_s"]), ("TPOT", targets["tpot_s"]))
-        lines.append(("targets", ", ".join(f"{name} {_seconds(value)}" for name, value in limits if value is not None)))
+        lines.append(
+            ("targets", ", ".join(f"{name} {format_seconds(value)}" for name, value in limits if value is not None))
+        )
         lines.append(("goodput", f"{_per_second(goodput['rps'])} ({goodput['share']:.1%})"))
     return lines
 
@@ -77,7 +79,7 @@ def show_comparison(report: Report) -> None:
         for figure in report["figures"]
     ]
     headings = ("", "A", "B", "B / A", f"{report['confidence']:.0%} interval", "verdict")
-    _table(console, "Comparison", headings, rows)
+    print_table(console, "Comparison", headings, rows)
     for note in report["notes"]:
         console.print(note, style="yellow", soft_wrap=True)
     worse = [figure["name"] for figure in report["figures"] if figure["verdict"] == "worse"]

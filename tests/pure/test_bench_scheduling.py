@@ -14,7 +14,7 @@ import pytest
 
 import quire
 from quire.bench import scheduling
-from quire.bench.scheduling import SchedulerRig, SampleCounts, bench_scheduler
+from quire.bench.scheduling import SampleCounts, SchedulerRig, bench_scheduler
 from quire.bench.tables import show
 from quire.cli import bench as command
 from quire.cli.main import main

@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from quire.bench.hostile.requests import OVERLOADED
 from quire.bench.online.stream_client import Endpoint, RequestFailure
 from quire.bench.online.streamed_chat import WORDS, Choice, StreamedReply, stream_chat
 from quire.types import QuireError
-
-OVERLOADED = (429, 503)
 
 
 @dataclass(slots=True)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
+from quire.bench.workloads import is_integer
 from quire.types import QuireError
 
 BLOCK_TOKENS = 512  # tokens per hashed block of a Mooncake trace
@@ -172,10 +173,6 @@ def _length(value: Any) -> int:
     if not is_integer(value) or not 0 <= value <= MAX_LEN:
         raise ValueError(f"{value!r:.80} is not a length of 0 to {MAX_LEN} tokens")
     return value
-
-
-def is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def json_object(line: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench.online.arrivals import Arrival, bad_line, is_integer, json_object, read_lines
+from quire.bench.online.arrivals import Arrival, bad_line, json_object, read_lines
+from quire.bench.workloads import is_integer
 from quire.types import QuireError
 
 LOWEST_ID, HIGHEST_ID = 1000, 9999  # contains no special tokens in any known vocabulary

@@ -31,7 +31,7 @@ def test_paragraphs_are_short(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_and_links_exist(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    places = (ROOT, ROOT / "quire", ROOT / "quire/models", ROOT / "quire/kernels")
+    places = (ROOT, *(ROOT / "quire" / room for room in ("", "models", "kernels", "text")))
     missing = [path for path in PATH.findall(text) if not any((place / path).exists() for place in places)]
     missing += [link for link in LINK.findall(text) if not (ROOT / "docs" / link).exists()]
     assert not missing

@@ -31,7 +31,7 @@ from quire.server.app import create_app
 from quire.server.chat import ChatPrompts
 from quire.server.generation import Generation
 from quire.server.http.bodies import HeldBodies
-from quire.server.http.connection import ClientConnection
+from quire.server.http.connection import ServerConnection
 from quire.server.http.errors import ApiError
 from quire.server.http.keys import KeyRing, RateLimits
 from quire.server.http.loop_delay import LoopDelay
@@ -208,7 +208,7 @@ def connection_factory(server: Server) -> Any:
     allowed = allow_files(wanted)
     if allowed < wanted:
         server.log.write("warning", "fewer connections", allowed=allowed, max_connections=wanted, why="open files")
-    return partial(ClientConnection, others=OpenConnections(allowed, report=report))
+    return partial(ServerConnection, others=OpenConnections(allowed, report=report))
 
 
 class _Http(uvicorn.Server):

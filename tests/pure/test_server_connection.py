@@ -44,7 +44,7 @@ def with_client(play: Play, app: Any = echo, others: OpenConnections | None = No
     async def run() -> None:
         config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
         state = uvicorn.server.ServerState()
-        make = lambda: connection.ClientConnection(  # noqa: E731
+        make = lambda: connection.ServerConnection(  # noqa: E731
             config=config, server_state=state, app_state={}, others=others
         )
         server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
@@ -413,7 +413,7 @@ def test_a_connection_holds_little_whatever_is_sent_without_end(name: str, app: 
     async def run() -> int:
         config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
         others, wire = OpenConnections(9), Wire()
-        one = connection.ClientConnection(
+        one = connection.ServerConnection(
             config=config, server_state=uvicorn.server.ServerState(), app_state={}, others=others
         )
         one.connection_made(wire)

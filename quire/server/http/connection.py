@@ -67,7 +67,7 @@ class _StopReading(Exception):
     """What follows on this connection is not read; requests read before are answered."""
 
 
-class ClientConnection(HttpToolsProtocol):
+class ServerConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, others: OpenConnections, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._others = others
@@ -357,7 +357,7 @@ class ClientConnection(HttpToolsProtocol):
 class _Flow(FlowControl):
     """Nothing more is read while much waits for its turn, even if the application asks for the rest of a body."""
 
-    def __init__(self, transport: asyncio.Transport, connection: ClientConnection):
+    def __init__(self, transport: asyncio.Transport, connection: ServerConnection):
         super().__init__(transport)
         self._connection = connection
 
@@ -369,7 +369,7 @@ class _Flow(FlowControl):
 class _LingeringTransport:
     """The transport as uvicorn sees it: how it is closed is the connection's decision."""
 
-    def __init__(self, transport: asyncio.Transport, connection: ClientConnection):
+    def __init__(self, transport: asyncio.Transport, connection: ServerConnection):
         self._connection = connection
         self._is_closing = transport.is_closing
         self.write = transport.write

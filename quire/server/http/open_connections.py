@@ -1,6 +1,6 @@
 """All open connections of one server: how many there may be, which may be dropped, and how many bytes they hold.
 
-`ClientConnection` reports what it does; `run` makes one `OpenConnections` for the server. Bytes counted here are heads
+`ServerConnection` reports what it does; `run` makes one `OpenConnections` for the server. Bytes counted here are heads
 and bodies that no route has taken yet; bodies that a route has taken are `HeldBodies`'.
 """
 

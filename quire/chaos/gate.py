@@ -22,47 +22,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.bench.hostile.requests import costly_template
 from quire.bench.hostile.watch import status_bytes
 from quire.bench.online.stream_client import Endpoint, RequestFailure, parse_url
 from quire.bench.online.streamed_chat import StreamedReply, error_code, send_request, stream_chat
 from quire.chaos.compare import NumericTolerance, SampleNoise, compare, measure_shift
 from quire.chaos.faults import arm_fault, poison_seed
 from quire.chaos.hostile import HostileTraffic
-from quire.chaos.kinds import DEATHS, FAILING_STEPS, KINDS, POISON_CODES, STEPS
+from quire.chaos.kinds import DEATHS, FAILING_STEPS, POISON_CODES, STEPS
 from quire.chaos.report import Report
+from quire.chaos.settings import ADMIN_KEY, ChaosSettings, server_flags
 from quire.chaos.traffic import SCHEMA, ScriptedRequest, invalid_bodies, make_scripts
 from quire.files.source import resolve_model
 from quire.files.tiny_model import make_tiny_model
 from quire.text.loading import load_tokenizer
-from quire.text.template import template_source
 from quire.types import QuireError
 
 START_SECONDS = 300.0
 RECOVERY_SECONDS = 180.0  # an engine must be back within this
-ADMIN_KEY = "chaos"
-
-
-@dataclass(frozen=True, slots=True)
-class ChaosSettings:
-    model: str = "smollm2"  # `tiny`: made on the spot
-    seconds: float = 60.0
-    streams: int = 8
-    seed: int = 0
-    deterministic: bool = False
-    max_tokens: int = 48
-    num_scripts: int = 32
-    faults: int | None = None  # None: one every few seconds
-    hang_timeout: float = 20.0
-    threads: int | None = None
-    kernels: str = "auto"
-    kinds: tuple[str, ...] = KINDS
-    hostile: float = 0.1  # share of requests that are hostile
-
-    @property
-    def num_pages(self) -> int:
-        """Few: requests push each other out, so that swap space is used."""
-        return 24 * min(32, self.streams)
 
 
 @dataclass(slots=True)
@@ -97,50 +73,8 @@ class ChaosRun:
         if not settings.deterministic:
             ids = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
             self.sample_noise = SampleNoise(ids, tokenizer.vocab_size if not tiny else 260)
-        # A step is short, so that a hang shows.
-        flags = [
-            "--model",
-            model,
-            "--port",
-            "0",
-            "--admin-key",
-            ADMIN_KEY,
-            "--hang-timeout",
-            str(settings.hang_timeout),
-            "--stall-timeout",
-            str(4 * settings.hang_timeout),
-            "--max-restarts",
-            "100",
-            "--restart-window",
-            "2",
-            "--max-rows",
-            str(min(32, settings.streams)),
-            "--max-batch-tokens",
-            "128",
-            "--max-model-len",
-            "1024",
-            "--num-pages",
-            str(settings.num_pages),
-            "--host-memory",
-            "256MiB",
-            "--keep-alive",
-            "2",
-            "--log-level",
-            "warning",
-            "--send-timeout",
-            "20",
-            "--response-store",
-            str(self.folder / "responses.sqlite"),
-            "--out-of-memory",
-            "shrink",
-            "--chat-template",
-            costly_template(template_source(tokenizer, None)),
-        ]
-        flags += ["--random-weights"] if tiny else []
-        flags += ["--deterministic"] if settings.deterministic else []
-        flags += ["--threads", str(settings.threads)] if settings.threads else []
-        flags += ["--kernels", settings.kernels] if settings.kernels != "auto" else []
-        command = [sys.executable, "-m", "quire.chaos.server_process", str(self.fault_socket), *flags]
+        command = [sys.executable, "-m", "quire.chaos.server_process", str(self.fault_socket)]
+        command += server_flags(settings, model, tokenizer, self.folder)
         log = open(self.folder / "server.log", "w")  # noqa: SIM115 (lives as long as the server)
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True

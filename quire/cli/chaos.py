@@ -42,7 +42,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: Namespace) -> int:
-    from quire.chaos.gate import ChaosSettings, run_gate  # imported late, so that --help is fast
+    from quire.chaos.gate import run_gate  # imported late, so that --help is fast
+    from quire.chaos.settings import ChaosSettings
 
     shortest = knobs()["hang_timeout"].low or 0.0  # the server's own lower bound
     for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", shortest)):

@@ -179,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=CASES, metavar="N", help="fuzz cases of each target")
     parser.add_argument("--chaos-minutes", type=float, default=CHAOS_MINUTES, metavar="M", help="length of the chaos")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run_part` kills the part under way
     parts = nightly_parts(args.rules, args.cases, args.chaos_minutes)
     chosen = [part for part in parts if any(word in part.name for word in args.only.split(","))]
     if not chosen:

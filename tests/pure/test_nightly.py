@@ -48,8 +48,12 @@ def test_passes_when_all_parts_do() -> None:
     assert run_nightly([part("one", "print('1 passed')"), part("two", "")], None) == 0
 
 
-def test_a_part_that_hangs_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part and its child hold a pipe open; its end is reached only when both are dead."""
+@pytest.mark.parametrize("end", [subprocess.TimeoutExpired("part", 60.0), SystemExit(143)])
+def test_a_part_that_hangs_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    """At its time limit, or when the run is ended. The part and its child hold a pipe open; reading the pipe reaches
+    its end only when both are dead."""
     os.mkfifo(tmp_path / "pipe")
     code = (
         f"import os, signal; pipe = open({str(tmp_path / 'pipe')!r}, 'wb', 0); os.fork(); pipe.write(b'x'); "
@@ -63,11 +67,15 @@ def test_a_part_that_hangs_is_killed_with_its_children(tmp_path: Path, monkeypat
             return wait(process)
         opened.append((tmp_path / "pipe").open("rb", 0))
         assert opened[0].read(1) + opened[0].read(1) == b"xx"  # both run
-        raise subprocess.TimeoutExpired("part", timeout)
+        raise end
 
     monkeypatch.setattr(subprocess.Popen, "wait", run_out_of_time)
-    result = nightly.run_part(part("hangs", code), tmp_path / "log")
-    assert result.outcome == "timed out" and result.has_failed
+    if isinstance(end, SystemExit):
+        with pytest.raises(SystemExit):
+            nightly.run_part(part("hangs", code), tmp_path / "log")
+    else:
+        result = nightly.run_part(part("hangs", code), tmp_path / "log")
+        assert result.outcome == "timed out" and result.has_failed
     with opened[0] as pipe:
         assert pipe.read(1) == b""
 

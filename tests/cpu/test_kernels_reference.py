@@ -143,14 +143,14 @@ def test_one_long_row_does_not_pad_the_others() -> None:
     table = torch.zeros(9, 500, dtype=torch.int32)
     lens = [1900] + [10] * 8
     plan = plan_attention(table, torch.tensor(lens) - 1, [1] * 9, lens, PAGE, None, torch.float32)
-    assert [rows.num_rows for rows in plan.singles] == [1, 8]
-    assert plan.singles[1].mask.shape[-1] < 16
+    assert [rows.num_rows for rows in plan.decodes] == [1, 8]
+    assert plan.decodes[1].mask.shape[-1] < 16
 
 
 def test_a_window_bounds_the_pages_read() -> None:
     table = torch.zeros(1, 500, dtype=torch.int32)
     plan = plan_attention(table, torch.tensor([1899]), [1], [1900], PAGE, 9, torch.float32)
-    assert math.prod(plan.singles[0].pages.shape) <= 4
+    assert math.prod(plan.decodes[0].pages.shape) <= 4
 
 
 def test_every_device_gets_ops() -> None:

@@ -2,9 +2,9 @@
 of the batch.
 
 Libraries choose their loops by the shape of a product, so a row's sums change with the number of rows beside it. Here
-every product has one shape, padded where there is less: tiles of `TILE` rows and keys in blocks of `BLOCK`; or its
-shape depends only on the positions of its tokens. Everything between the products is one correctly rounded operation
-per element, a sum over one row, or runs in the same tiles. `tests/cpu/test_deterministic.py` checks it;
+every product has one shape, padded where there is less: tiles of `TILE_ROWS` rows and keys in blocks of `KEY_BLOCK`; or
+its shape depends only on the positions of its tokens. Everything between the products is one correctly rounded
+operation per element, a sum over one row, or runs in the same tiles. `tests/cpu/test_deterministic.py` checks it;
 `docs/reliability.md` has the cost.
 """
 
@@ -21,10 +21,10 @@ from quire.kernels.activations import CURVES, Curve
 from quire.kernels.angles import Angles, angle_tables
 from quire.kernels.reference.small_ops import write_kv
 
-TILE = 16  # rows of every product
-QUERIES = 4  # queries of one row per attention tile: positions 4 i to 4 i + 3
-BLOCK = 512  # keys are padded to a multiple of this, the block size of torch's attention kernel
-SHORT = (128, 256)  # padded sizes for fewer keys; multiples of QUERIES
+TILE_ROWS = 16  # rows of every product
+TILE_QUERIES = 4  # queries of one row per attention tile: positions 4 i to 4 i + 3
+KEY_BLOCK = 512  # keys are padded to a multiple of this, the block size of torch's attention kernel
+SHORT_LENGTHS = (128, 256)  # padded sizes for fewer keys; multiples of TILE_QUERIES
 LANES = 64  # elements; multiples of it have no remainder that torch's vector loops compute differently
 SLICE = 32768  # elements; torch splits larger elementwise work over threads, whose remainders round differently
 
@@ -77,18 +77,18 @@ def _gate_mul(gate_up: Tensor, curve: Curve) -> Tensor:
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies `function` to x [rows, ...] in tiles of exactly `TILE` rows; the last tile is padded with zeros."""
+    """Applies `function` to x [rows, ...] in tiles of exactly `TILE_ROWS` rows; the last tile is padded with zeros."""
     num_rows = len(x)
-    if num_rows == TILE:
+    if num_rows == TILE_ROWS:
         return function(x)
     out: Tensor | None = None
-    for first in range(0, num_rows, TILE):
-        tile = x[first : first + TILE]
+    for first in range(0, num_rows, TILE_ROWS):
+        tile = x[first : first + TILE_ROWS]
         count = len(tile)
-        if count < TILE:
-            tile = torch.cat((tile, tile.new_zeros(TILE - count, *tile.shape[1:])))
+        if count < TILE_ROWS:
+            tile = torch.cat((tile, tile.new_zeros(TILE_ROWS - count, *tile.shape[1:])))
         done = function(tile)
-        if num_rows < TILE:
+        if num_rows < TILE_ROWS:
             return done[:count]
         out = done.new_empty(num_rows, *done.shape[1:]) if out is None else out
         out[first : first + count] = done[:count]
@@ -155,14 +155,14 @@ def qk_norm_rope_write(
 class Tiles:
     """Query tiles attended in one call: one tile each of several rows, or several tiles of one row."""
 
-    token_index: Tensor  # [tiles * QUERIES] int64: indices into the step's tokens; padding repeats a tile's first
+    token_index: Tensor  # [tiles * TILE_QUERIES] int64: indices into the step's tokens; padding repeats a tile's first
     pages: Tensor  # [rows, pages] int64
-    mask: Tensor  # [tiles, QUERIES, keys]: 0 or -inf
+    mask: Tensor  # [tiles, TILE_QUERIES, keys]: 0 or -inf
     num_keys: int
 
 
 @dataclass(frozen=True, slots=True)
-class FixedPlan:
+class TilePlan:
     num_tokens: int
     calls: list[Tiles] = field(default_factory=list)
 
@@ -175,10 +175,10 @@ def plan_attention(
     page_tokens: int,
     window: int | None,
     dtype: torch.dtype,
-) -> FixedPlan:
+) -> TilePlan:
     """The reference's `plan_attention`, with shapes from positions only; `len_bounds` is unused."""
-    plan = FixedPlan(sum(counts))
-    geometry = _Geometry(positions, page_tokens, window, dtype)
+    plan = TilePlan(sum(counts))
+    planner = _TilePlanner(positions, page_tokens, window, dtype)
     host_positions = positions.tolist()
     alone: dict[int, tuple[list[int], list[list[int]]]] = {}  # number of keys -> rows with one tile, and their tiles
     first = 0
@@ -191,9 +191,9 @@ def plan_attention(
                 rows.append(row)
                 found += tiles
             else:
-                plan.calls.append(geometry.call(page_table[row : row + 1], tiles, num_keys))
+                plan.calls.append(planner.plan_tiles(page_table[row : row + 1], tiles, num_keys))
     for num_keys, (rows, tiles) in alone.items():
-        plan.calls.append(geometry.call(page_table[rows], tiles, num_keys))
+        plan.calls.append(planner.plan_tiles(page_table[rows], tiles, num_keys))
     return plan
 
 
@@ -202,32 +202,32 @@ def _tiles_of(tokens: range, positions: list[int]) -> dict[int, list[list[int]]]
     attention has the same shape whatever chunks its prompt is prefilled in."""
     found: dict[int, dict[int, list[int]]] = {}
     for token in tokens:
-        tile = positions[token] // QUERIES
-        found.setdefault(_padded_keys((tile + 1) * QUERIES), {}).setdefault(tile, []).append(token)
+        tile = positions[token] // TILE_QUERIES
+        found.setdefault(_padded_keys((tile + 1) * TILE_QUERIES), {}).setdefault(tile, []).append(token)
     return {
-        num_keys: [tile + tile[:1] * (QUERIES - len(tile)) for tile in tiles.values()]
+        num_keys: [tile + tile[:1] * (TILE_QUERIES - len(tile)) for tile in tiles.values()]
         for num_keys, tiles in found.items()
     }
 
 
 def _padded_keys(num_keys: int) -> int:
-    return next((size for size in SHORT if num_keys <= size), -(-num_keys // BLOCK) * BLOCK)
+    return next((size for size in SHORT_LENGTHS if num_keys <= size), -(-num_keys // KEY_BLOCK) * KEY_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
-class _Geometry:
+class _TilePlanner:
     positions: Tensor
     page_tokens: int
     window: int | None
     dtype: torch.dtype
 
-    def call(self, table: Tensor, tiles: list[list[int]], num_keys: int) -> Tiles:
+    def plan_tiles(self, table: Tensor, tiles: list[list[int]], num_keys: int) -> Tiles:
         num_pages = -(-num_keys // self.page_tokens)
         if table.shape[1] < num_pages:  # no query sees keys beyond the table, so page 0 is a valid padding
             table = functional.pad(table, (0, num_pages - table.shape[1]))
-        index = torch.tensor(tiles, dtype=torch.int64)  # [tiles, QUERIES]
+        index = torch.tensor(tiles, dtype=torch.int64)  # [tiles, TILE_QUERIES]
         queries, keys = self.positions[index].unsqueeze(-1), torch.arange(num_keys)
-        hidden = keys > queries  # [tiles, QUERIES, keys]
+        hidden = keys > queries  # [tiles, TILE_QUERIES, keys]
         if self.window is not None:
             hidden |= keys <= queries - self.window
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
@@ -238,7 +238,7 @@ def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: FixedPlan,
+    plan: TilePlan,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -252,19 +252,20 @@ def paged_attention(
 
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, call: Tiles, scale: float) -> Tensor:
-    """Attends q [tiles * QUERIES, heads, head_dim]; returns [tiles * QUERIES, heads * head_dim]. Query heads that share
-    a KV head become queries of it, so every call of torch's kernel has equally many queries over whole key blocks."""
+    """Attends q [tiles * TILE_QUERIES, heads, head_dim]; returns [tiles * TILE_QUERIES, heads * head_dim]. Query heads
+    that share a KV head become queries of it, so every call of torch's kernel has equally many queries over whole key
+    blocks."""
     num_tiles, kv_heads, head_dim = len(call.mask), k_cache.shape[2], k_cache.shape[3]
     group = q.shape[1] // kv_heads
-    q = q.view(num_tiles, QUERIES, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
-    q = q.reshape(num_tiles, kv_heads, QUERIES * group, head_dim)
+    q = q.view(num_tiles, TILE_QUERIES, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
+    q = q.reshape(num_tiles, kv_heads, TILE_QUERIES * group, head_dim)
     k, v = (_gather(cache, call, num_tiles) for cache in (k_cache, v_cache))
     mask = call.mask.repeat_interleave(group, dim=1).unsqueeze(1)
     if num_tiles * kv_heads == 1:  # torch would split a single head over threads differently
         q, k, v, mask = (x.expand(2, -1, -1, -1) for x in (q, k, v, mask))
     out = functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)[:num_tiles]
-    out = out.view(num_tiles, kv_heads, QUERIES, group, head_dim).permute(0, 2, 1, 3, 4)
-    return out.reshape(num_tiles * QUERIES, -1)
+    out = out.view(num_tiles, kv_heads, TILE_QUERIES, group, head_dim).permute(0, 2, 1, 3, 4)
+    return out.reshape(num_tiles * TILE_QUERIES, -1)
 
 
 def _gather(cache: Tensor, call: Tiles, num_tiles: int) -> Tensor:

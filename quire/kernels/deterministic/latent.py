@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.angles import Angles
-from quire.kernels.deterministic.dense import FixedPlan, in_tiles, paged_attention, rms_norm
+from quire.kernels.deterministic.dense import TilePlan, in_tiles, paged_attention, rms_norm
 
 
 def head_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def latent_write(
     return turned[:, :-1]
 
 
-def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: FixedPlan, scale: float) -> Tensor:
+def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: TilePlan, scale: float) -> Tensor:
     """The reference's `latent_attention`, in query tiles."""
     num_heads, num_tokens, rank = q_latent.shape
     q = torch.cat((q_latent.transpose(0, 1), q_rope), -1)

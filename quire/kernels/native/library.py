@@ -174,7 +174,7 @@ class RecurrentDesc(Structure):
     )
 
 
-class Columns(Structure):
+class ProjectionColumns(Structure):
     _fields_ = (("x", c_void_p), ("stride", c_int64))
 
 
@@ -191,37 +191,37 @@ class RowsDesc(Structure):
     )
 
 
-_PLACE = c_void_p
+_ADDRESS = c_void_p
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "quire_sources": (c_char_p, ()),
     "quire_open": (c_void_p, (c_char_p, c_int32)),
     "quire_close": (None, (c_void_p,)),
     "quire_lanes": (c_int32, (c_void_p,)),
     "quire_matrix_bytes": (c_int64, (POINTER(Matrix),)),
-    "quire_pack": (None, (c_void_p, POINTER(Matrix), _PLACE, _PLACE, c_int32, _PLACE)),
-    "quire_rows": (None, (c_void_p, POINTER(Matrix), _PLACE, c_int64, _PLACE)),
-    "quire_norm": (None, (c_void_p, _PLACE, _PLACE, c_float, c_int64, c_int64, _PLACE)),
-    "quire_silu_mul": (None, (c_void_p, _PLACE, c_int64, c_int64, _PLACE)),
+    "quire_pack": (None, (c_void_p, POINTER(Matrix), _ADDRESS, _ADDRESS, c_int32, _ADDRESS)),
+    "quire_rows": (None, (c_void_p, POINTER(Matrix), _ADDRESS, c_int64, _ADDRESS)),
+    "quire_norm": (None, (c_void_p, _ADDRESS, _ADDRESS, c_float, c_int64, c_int64, _ADDRESS)),
+    "quire_silu_mul": (None, (c_void_p, _ADDRESS, c_int64, c_int64, _ADDRESS)),
     "quire_linear": (
         c_int32,
-        (c_void_p, POINTER(LinearDesc), _PLACE, c_int64, _PLACE, c_float, c_int32, _PLACE, _PLACE),
+        (c_void_p, POINTER(LinearDesc), _ADDRESS, c_int64, _ADDRESS, c_float, c_int32, _ADDRESS, _ADDRESS),
     ),
     "quire_rope_write": (
         c_int32,
         (
             c_void_p,
             POINTER(StepDesc),
-            _PLACE,
-            _PLACE,
-            _PLACE,
+            _ADDRESS,
+            _ADDRESS,
+            _ADDRESS,
             c_float,
-            _PLACE,
+            _ADDRESS,
             c_float,
             c_int64,
             c_int64,
             c_int64,
-            _PLACE,
-            _PLACE,
+            _ADDRESS,
+            _ADDRESS,
         ),
     ),
     "quire_attend": (
@@ -229,44 +229,57 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (
             c_void_p,
             POINTER(StepDesc),
-            _PLACE,
+            _ADDRESS,
             c_int64,
             c_int64,
             c_int64,
-            _PLACE,
-            _PLACE,
+            _ADDRESS,
+            _ADDRESS,
             c_float,
             c_float,
-            _PLACE,
-            _PLACE,
+            _ADDRESS,
+            _ADDRESS,
         ),
     ),
-    "quire_stack": (c_int32, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _PLACE)),
+    "quire_stack": (c_int32, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _ADDRESS)),
     "quire_experts": (
         c_int32,
-        (c_void_p, POINTER(ExpertsDesc), _PLACE, c_int64, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
+        (c_void_p, POINTER(ExpertsDesc), _ADDRESS, c_int64, _ADDRESS, _ADDRESS, c_int64, _ADDRESS, _ADDRESS),
     ),
-    "quire_mixture": (c_int32, (c_void_p, POINTER(MixtureDesc), _PLACE, c_int64, _PLACE)),
+    "quire_mixture": (c_int32, (c_void_p, POINTER(MixtureDesc), _ADDRESS, c_int64, _ADDRESS)),
     "quire_recurrent": (
         c_int32,
         (
             c_void_p,
             POINTER(RecurrentDesc),
             POINTER(RowsDesc),
-            POINTER(Columns),
-            POINTER(Columns),
-            POINTER(Columns),
-            POINTER(Columns),
-            _PLACE,
+            POINTER(ProjectionColumns),
+            POINTER(ProjectionColumns),
+            POINTER(ProjectionColumns),
+            POINTER(ProjectionColumns),
+            _ADDRESS,
         ),
     ),
     "quire_short_conv": (
         c_int32,
-        (c_void_p, _PLACE, _PLACE, c_int64, c_int64, POINTER(RowsDesc), POINTER(Columns), _PLACE),
+        (c_void_p, _ADDRESS, _ADDRESS, c_int64, c_int64, POINTER(RowsDesc), POINTER(ProjectionColumns), _ADDRESS),
     ),
     "quire_choose": (
         c_int32,
-        (c_void_p, _PLACE, c_int64, c_int64, c_int64, _PLACE, _PLACE, _PLACE, _PLACE, c_int64, _PLACE, _PLACE),
+        (
+            c_void_p,
+            _ADDRESS,
+            c_int64,
+            c_int64,
+            c_int64,
+            _ADDRESS,
+            _ADDRESS,
+            _ADDRESS,
+            _ADDRESS,
+            c_int64,
+            _ADDRESS,
+            _ADDRESS,
+        ),
     ),
 }
 # Functions that return an error code if memory runs out.
@@ -321,17 +334,17 @@ def open_native(isa: str | None, num_threads: int) -> Native:
 
 @cache
 def load_library() -> ctypes.CDLL:
-    troubles = []
-    for path in _places():
+    problems = []
+    for path in _library_paths():
         try:
             library = ctypes.CDLL(str(path))
             library.quire_sources.restype = c_char_p
             found = library.quire_sources().decode()
         except (OSError, AttributeError) as error:
-            troubles.append(f"{path} can't be loaded: {error}")
+            problems.append(f"{path} can't be loaded: {error}")
             continue
         if SOURCES.is_dir() and found != source_digest():
-            troubles.append(f"{path} was built from other sources")
+            problems.append(f"{path} was built from other sources")
             continue
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
@@ -339,10 +352,10 @@ def load_library() -> ctypes.CDLL:
             if name in _MAY_FAIL:
                 function.errcheck = _check
         return library
-    raise NotBuilt("; ".join(troubles) or "the native kernels were not built when quire was installed")
+    raise NotBuilt("; ".join(problems) or "the native kernels were not built when quire was installed")
 
 
-def _places() -> list[Path]:
+def _library_paths() -> list[Path]:
     """Returns where the library may be: beside this file, or in an installed package if this is a source tree."""
     beside = Path(__file__).with_name(LIBRARY)
     if beside.exists():

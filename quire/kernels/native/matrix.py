@@ -106,14 +106,14 @@ class PackedLinear:
             byref(self.desc),
             x.data_ptr(),
             len(x),
-            _place(norm_weight),
+            _address(norm_weight),
             eps,
             silu_mul,
-            _place(residual),
+            _address(residual),
             out.data_ptr(),
         )
         return out
 
 
-def _place(tensor: Tensor | None) -> int | None:
+def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

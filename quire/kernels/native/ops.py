@@ -97,8 +97,8 @@ class NativeOps:
             self._context,
             byref(step),
             qkv.data_ptr(),
-            _place(q_weight),
-            _place(k_weight),
+            _address(q_weight),
+            _address(k_weight),
             eps,
             angles.frequencies.data_ptr(),
             angles.scale,
@@ -165,7 +165,7 @@ class NativeOps:
             v_cache.data_ptr(),
             scale,
             softcap or 0.0,
-            _place(sinks),
+            _address(sinks),
             out.data_ptr(),
         )
         return out
@@ -225,7 +225,7 @@ class NativeOps:
             key.data_ptr(),
             positions.data_ptr(),
             inv_temperature.data_ptr(),
-            _place(mask),
+            _address(mask),
             0 if mask is None else mask.shape[1],
             tokens.data_ptr(),
             bad.data_ptr(),
@@ -249,7 +249,7 @@ def _is_plain(*tensors: Tensor) -> bool:
     return all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
 
 
-def _place(tensor: Tensor | None) -> int | None:
+def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.native.library import Columns, Native, RecurrentDesc, RowsDesc
+from quire.kernels.native.library import Native, ProjectionColumns, RecurrentDesc, RowsDesc
 from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.reference import recurrent as reference_recurrent
 
@@ -81,8 +81,8 @@ class NativeRecurrent:
             return self._torch_ops.mamba2(x, weights, shape, state, self._plan_in_torch(plan))
         gate, mixed, dt = x.split((shape.values, shape.channels, shape.num_heads), dim=1)
         desc = RecurrentDesc(
-            *map(_place, (weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip)),
-            _place(weights.norm),
+            *map(_address, (weights.conv, weights.conv_bias, weights.a_log, weights.dt_bias, weights.skip)),
+            _address(weights.norm),
             *_sizes(shape),
             weights.norm_groups,
             weights.eps,
@@ -103,12 +103,12 @@ class NativeRecurrent:
         out = x.new_empty(len(x), shape.channels)
         self._library.quire_short_conv(
             self._context,
-            _place(weights.conv),
-            _place(weights.bias),
+            _address(weights.conv),
+            _address(weights.bias),
             shape.channels,
             shape.conv_len,
             byref(_rows(state, plan)),
-            byref(_columns(x)),
+            byref(_projection_columns(x)),
             out.data_ptr(),
         )
         return out
@@ -138,10 +138,10 @@ class NativeRecurrent:
             self._context,
             byref(desc),
             byref(_rows(state, plan)),
-            byref(_columns(mixed)),
-            byref(_columns(gate)),
-            byref(_columns(beta)),
-            byref(_columns(decay)),
+            byref(_projection_columns(mixed)),
+            byref(_projection_columns(gate)),
+            byref(_projection_columns(beta)),
+            byref(_projection_columns(decay)),
             out.data_ptr(),
         )
         return out
@@ -157,12 +157,12 @@ def _is_plain(weights: DeltaWeights | MambaWeights | ConvWeights, *inputs: Tenso
 
 def _delta_desc(weights: DeltaWeights, shape: RecurrentShape, by_channel: bool = False) -> RecurrentDesc:
     return RecurrentDesc(
-        _place(weights.conv),
+        _address(weights.conv),
         None,
-        _place(weights.a_log),
-        _place(weights.dt_bias),
+        _address(weights.a_log),
+        _address(weights.dt_bias),
         None,
-        _place(weights.norm),
+        _address(weights.norm),
         *_sizes(shape),
         1,
         weights.eps,
@@ -185,16 +185,16 @@ def _rows(state: Tensor, plan: NativeRecurrentPlan) -> RowsDesc:
         state.stride(0),
         plan.slots.data_ptr(),
         plan.positions.data_ptr(),
-        _place(firsts),
-        _place(counts),
+        _address(firsts),
+        _address(counts),
         len(plan.slots),
         len(plan.positions),
     )
 
 
-def _columns(x: Tensor | None) -> Columns:
-    return Columns(None, 0) if x is None else Columns(x.data_ptr(), x.stride(0))
+def _projection_columns(x: Tensor | None) -> ProjectionColumns:
+    return ProjectionColumns(None, 0) if x is None else ProjectionColumns(x.data_ptr(), x.stride(0))
 
 
-def _place(tensor: Tensor | None) -> Any:
+def _address(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.data_ptr()

@@ -139,7 +139,7 @@ class Stack:
             len(tokens),
             len(query_starts) - 1,
             descs,
-            _place(wanted),
+            _address(wanted),
             -1 if wanted is None else len(wanted),
         )
         out = torch.empty(len(tokens) if wanted is None else len(wanted), self._width)
@@ -158,9 +158,9 @@ def _describe(layer: LayerPlan, mixture: MixtureDesc | None) -> LayerDesc:
         layer.out.desc,
         up,
         down,
-        _place(layer.q_norm),
-        _place(layer.k_norm),
-        _place(layer.sinks),
+        _address(layer.q_norm),
+        _address(layer.k_norm),
+        _address(layer.sinks),
         None if mixture is None else pointer(mixture),
         layer.group,
         layer.cache_index,
@@ -169,7 +169,7 @@ def _describe(layer: LayerPlan, mixture: MixtureDesc | None) -> LayerDesc:
 
 
 def _norm(norm: NormPlan | None) -> NormDesc:
-    return NormDesc() if norm is None else NormDesc(norm.weight.data_ptr(), _place(norm.bias))
+    return NormDesc() if norm is None else NormDesc(norm.weight.data_ptr(), _address(norm.bias))
 
 
 def _group(inputs: GroupInputs) -> GroupDesc:
@@ -185,5 +185,5 @@ def _group(inputs: GroupInputs) -> GroupDesc:
     )
 
 
-def _place(tensor: Tensor | None) -> int | None:
+def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -17,11 +17,11 @@ from torch.nn import functional
 
 # Decode rows are batched, padded to the longest. A further batch is opened where it saves this many padded tokens,
 # which is about the cost of its extra calls on a CPU.
-WORTH_SPLITTING = 512
+MIN_SAVED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class SingleRows:
+class DecodeRows:
     """A batch of decode rows (one token each), attended in one call."""
 
     token_index: Tensor | None  # [rows] int64: indices into the step's tokens; None: all of them, in order
@@ -31,7 +31,7 @@ class SingleRows:
 
 
 @dataclass(frozen=True, slots=True)
-class CatchUpRow:
+class PrefillRow:
     """One prefill row (several tokens)."""
 
     first: int  # index of its first token; the tokens are first : first + count
@@ -43,8 +43,8 @@ class CatchUpRow:
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
     num_tokens: int
-    singles: list[SingleRows] = field(default_factory=list)
-    catch_ups: list[CatchUpRow] = field(default_factory=list)
+    decodes: list[DecodeRows] = field(default_factory=list)
+    prefills: list[PrefillRow] = field(default_factory=list)
 
 
 def plan_attention(
@@ -61,18 +61,18 @@ def plan_attention(
     `page_table` [rows, max_pages] int32, `positions` [tokens] int64; `counts` and `len_bounds` are per row, on the
     host. The bounds may exceed the true lengths: they only size tensors, and `positions` decide which keys are visible.
     """
-    geometry = _Geometry(page_table, positions, page_tokens, window, dtype)
+    planner = _PagePlanner(page_table, positions, page_tokens, window, dtype)
     plan = ReferencePlan(num_tokens=sum(counts))
     firsts, first = [], 0
     for count in counts:
         firsts.append(first)
         first += count
-    single_rows = [row for row, count in enumerate(counts) if count == 1]
-    for rows in _split_by_len(single_rows, len_bounds):
-        plan.singles.append(_plan_singles(geometry, rows, firsts, len_bounds, whole_step=len(rows) == plan.num_tokens))
+    decode_rows = [row for row, count in enumerate(counts) if count == 1]
+    for rows in _split_by_len(decode_rows, len_bounds):
+        plan.decodes.append(_plan_decodes(planner, rows, firsts, len_bounds, whole_step=len(rows) == plan.num_tokens))
     for row, count in enumerate(counts):
         if count > 1:
-            plan.catch_ups.append(_plan_catch_up(geometry, row, firsts[row], count, len_bounds[row]))
+            plan.prefills.append(_plan_prefill(planner, row, firsts[row], count, len_bounds[row]))
     return plan
 
 
@@ -90,18 +90,18 @@ def paged_attention(
     q is [tokens, heads, head_dim]. The caches are [pages, page_tokens, kv_heads, head_dim] and already hold this step's
     entries; values may be shorter than keys. `sinks` [heads] are extra softmax scores per head without a value.
     """
-    if len(plan.singles) == 1 and plan.singles[0].token_index is None:
-        return _attend_singles(q, k_cache, v_cache, plan.singles[0], scale, softcap, sinks)
-    if len(plan.catch_ups) == 1 and not plan.singles:
-        return _attend_catch_up(q, k_cache, v_cache, plan.catch_ups[0], scale, softcap, sinks)
+    if len(plan.decodes) == 1 and plan.decodes[0].token_index is None:
+        return _attend_decodes(q, k_cache, v_cache, plan.decodes[0], scale, softcap, sinks)
+    if len(plan.prefills) == 1 and not plan.decodes:
+        return _attend_prefill(q, k_cache, v_cache, plan.prefills[0], scale, softcap, sinks)
     out = q.new_empty(plan.num_tokens, q.shape[1] * v_cache.shape[-1])
-    for rows in plan.singles:
+    for rows in plan.decodes:
         assert rows.token_index is not None
         picked = q.index_select(0, rows.token_index)
-        out.index_copy_(0, rows.token_index, _attend_singles(picked, k_cache, v_cache, rows, scale, softcap, sinks))
-    for row in plan.catch_ups:
+        out.index_copy_(0, rows.token_index, _attend_decodes(picked, k_cache, v_cache, rows, scale, softcap, sinks))
+    for row in plan.prefills:
         span = slice(row.first, row.first + row.count)
-        out[span] = _attend_catch_up(q[span], k_cache, v_cache, row, scale, softcap, sinks)
+        out[span] = _attend_prefill(q[span], k_cache, v_cache, row, scale, softcap, sinks)
     return out
 
 
@@ -109,10 +109,10 @@ def gather_rows(cache: Tensor, plan: ReferencePlan) -> Iterator[tuple[Tensor, Te
     """Yields the visible entries of a cache with one KV head, per batch of the plan, for oracles with attention of
     their own: token indices [rows, queries], entries [rows, keys, head_dim], mask [rows, 1, queries, keys] of 0 or
     -inf."""
-    for rows in plan.singles:
+    for rows in plan.decodes:
         tokens = torch.arange(rows.num_rows) if rows.token_index is None else rows.token_index
         yield tokens.unsqueeze(1), _gather(cache, rows.pages, rows.num_rows)[:, 0], rows.mask
-    for row in plan.catch_ups:
+    for row in plan.prefills:
         entries, mask = _gather(cache, row.pages, 1)[:, 0], row.mask
         if mask is None:
             entries = entries[:, : row.count]
@@ -125,7 +125,7 @@ def gather_rows(cache: Tensor, plan: ReferencePlan) -> Iterator[tuple[Tensor, Te
 
 
 @dataclass(frozen=True, slots=True)
-class _Geometry:
+class _PagePlanner:
     """Inputs of one step's planning that are common to all rows."""
 
     page_table: Tensor
@@ -168,36 +168,36 @@ def _split_by_len(rows: list[int], len_bounds: list[int]) -> list[list[int]]:
     batches = [[by_len[0]]]
     longest = len_bounds[by_len[0]]
     for done, row in enumerate(by_len[1:], start=1):
-        if (longest - len_bounds[row]) * (len(by_len) - done) > WORTH_SPLITTING:
+        if (longest - len_bounds[row]) * (len(by_len) - done) > MIN_SAVED_TOKENS:
             batches.append([])
             longest = len_bounds[row]
         batches[-1].append(row)
     return batches if len(batches) > 1 else [rows]
 
 
-def _plan_singles(
-    geometry: _Geometry, rows: list[int], firsts: list[int], len_bounds: list[int], whole_step: bool
-) -> SingleRows:
-    table, positions, token_index = geometry.page_table, geometry.positions, None
+def _plan_decodes(
+    planner: _PagePlanner, rows: list[int], firsts: list[int], len_bounds: list[int], whole_step: bool
+) -> DecodeRows:
+    table, positions, token_index = planner.page_table, planner.positions, None
     if not whole_step:
         row_index, token_index = torch.tensor([rows, [firsts[row] for row in rows]], device=table.device)
         table, positions = table.index_select(0, row_index), positions.index_select(0, token_index)
     positions = positions.unsqueeze(1)
     len_bound = max(len_bounds[row] for row in rows)
-    pages, keys = geometry.pages_and_keys(table, positions, len_bound, count=1)
-    mask = geometry.mask(positions, keys)[:, None, None]
-    return SingleRows(token_index, len(rows), pages.reshape(-1), mask)
+    pages, keys = planner.pages_and_keys(table, positions, len_bound, count=1)
+    mask = planner.mask(positions, keys)[:, None, None]
+    return DecodeRows(token_index, len(rows), pages.reshape(-1), mask)
 
 
-def _plan_catch_up(geometry: _Geometry, row: int, first: int, count: int, len_bound: int) -> CatchUpRow:
-    table = geometry.page_table[row : row + 1]
-    positions = geometry.positions[first : first + count].unsqueeze(1)
-    pages, keys = geometry.pages_and_keys(table, positions[:1], len_bound, count)
+def _plan_prefill(planner: _PagePlanner, row: int, first: int, count: int, len_bound: int) -> PrefillRow:
+    table = planner.page_table[row : row + 1]
+    positions = planner.positions[first : first + count].unsqueeze(1)
+    pages, keys = planner.pages_and_keys(table, positions[:1], len_bound, count)
     pages = pages.reshape(-1)
     # A bound equal to the count means that no token precedes these: the row starts at position 0.
-    if len_bound == count and (geometry.window is None or len_bound <= geometry.window):
-        return CatchUpRow(first, count, pages, mask=None)
-    return CatchUpRow(first, count, pages, geometry.mask(positions, keys))
+    if len_bound == count and (planner.window is None or len_bound <= planner.window):
+        return PrefillRow(first, count, pages, mask=None)
+    return PrefillRow(first, count, pages, planner.mask(positions, keys))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,11 +210,11 @@ def _gather(cache: Tensor, pages: Tensor, num_rows: int) -> Tensor:
     return cache.index_select(0, pages).view(num_rows, -1, kv_heads, head_dim).transpose(1, 2)
 
 
-def _attend_singles(
+def _attend_decodes(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    rows: SingleRows,
+    rows: DecodeRows,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -229,11 +229,11 @@ def _attend_singles(
     return _attend(grouped, k, v, rows.mask, scale, softcap, sinks).reshape(num_rows, -1)
 
 
-def _attend_catch_up(
+def _attend_prefill(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    row: CatchUpRow,
+    row: PrefillRow,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,

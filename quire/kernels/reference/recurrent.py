@@ -31,9 +31,9 @@ class RecurrentPlan:
     num_tokens: int
     slots: Tensor  # [rows] int64
     positions: Tensor  # [tokens] int64
-    singles: Tensor | None  # [rows] int64: indices of the decode rows; None: all rows are
-    single_tokens: Tensor | None  # [rows] int64: indices of their tokens in the step
-    catch_ups: tuple[tuple[int, int, int], ...]  # (row, first token, count) of the prefill rows
+    decode_rows: Tensor | None  # [rows] int64: indices of the decode rows; None: all rows are
+    decode_tokens: Tensor | None  # [rows] int64: indices of their tokens in the step
+    prefills: tuple[tuple[int, int, int], ...]  # (row, first token, count) of the prefill rows
 
 
 def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> RecurrentPlan:
@@ -45,10 +45,10 @@ def plan_recurrent(slots: Tensor, positions: Tensor, counts: list[int]) -> Recur
     for count in counts:
         firsts.append(first)
         first += count
-    singles = [row for row, count in enumerate(counts) if count == 1]
-    places = torch.tensor([singles, [firsts[row] for row in singles]], dtype=torch.int64, device=slots.device)
-    catch_ups = tuple((row, firsts[row], count) for row, count in enumerate(counts) if count > 1)
-    return RecurrentPlan(first, slots, positions, places[0], places[1], catch_ups)
+    decode_rows = [row for row, count in enumerate(counts) if count == 1]
+    places = torch.tensor([decode_rows, [firsts[row] for row in decode_rows]], dtype=torch.int64, device=slots.device)
+    prefills = tuple((row, firsts[row], count) for row, count in enumerate(counts) if count > 1)
+    return RecurrentPlan(first, slots, positions, places[0], places[1], prefills)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,20 +150,20 @@ def causal_conv(
     taps = weight[:, 0].t().to(x.dtype)  # [conv_len, channels], the token itself last
     slots, places, num_taps = plan.slots, plan.positions, shape.conv_len
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    singles = x
-    if plan.singles is not None and plan.single_tokens is not None:
-        singles, places = x[plan.single_tokens], places[plan.single_tokens]
-        slots = slots[plan.singles]
-    if len(singles):
-        rings[slots, places % num_taps] = singles.to(rings.dtype)
+    decode_inputs = x
+    if plan.decode_rows is not None and plan.decode_tokens is not None:
+        decode_inputs, places = x[plan.decode_tokens], places[plan.decode_tokens]
+        slots = slots[plan.decode_rows]
+    if len(decode_inputs):
+        rings[slots, places % num_taps] = decode_inputs.to(rings.dtype)
         age = torch.arange(num_taps - 1, -1, -1, device=x.device)
         history = rings[slots.unsqueeze(1), (places.unsqueeze(1) - age) % num_taps]  # [rows, conv_len, channels]
         convolved = (history.to(x.dtype) * taps).sum(1)
-        if plan.single_tokens is None:
+        if plan.decode_tokens is None:
             out = convolved
         else:
-            out[plan.single_tokens] = convolved
-    for row, first, count in plan.catch_ups:
+            out[plan.decode_tokens] = convolved
+    for row, first, count in plan.prefills:
         slot, start = plan.slots[row], plan.positions[first]
         before = torch.arange(1 - num_taps, 0, device=x.device)
         history = rings[slot, (start + before) % num_taps].to(x.dtype)
@@ -202,20 +202,20 @@ def recurrence(inputs: RecurrentInputs, shape: RecurrentShape, state: Tensor, pl
     """Runs the recurrence over all rows of the step; each reads and updates its slot. Returns [tokens, heads,
     value_dim]."""
     matrices = shape.matrices(state)
-    if plan.singles is None or plan.single_tokens is None:
-        return _step_rows(inputs.expanded(slice(None)), matrices, plan.slots)
+    if plan.decode_rows is None or plan.decode_tokens is None:
+        return _decode_rows(inputs.expanded(slice(None)), matrices, plan.slots)
     out = torch.empty_like(inputs.v)
-    if len(plan.singles):
-        slots = plan.slots[plan.singles]
-        out[plan.single_tokens] = _step_rows(inputs.expanded(plan.single_tokens), matrices, slots)
-    for row, first, count in plan.catch_ups:
+    if len(plan.decode_rows):
+        slots = plan.slots[plan.decode_rows]
+        out[plan.decode_tokens] = _decode_rows(inputs.expanded(plan.decode_tokens), matrices, slots)
+    for row, first, count in plan.prefills:
         span = slice(first, first + count)
         slot = plan.slots[row]
         out[span], matrices[slot] = chunk_scan(inputs.expanded(span), matrices[slot])
     return out
 
 
-def _step_rows(inputs: RecurrentInputs, matrices: Tensor, slots: Tensor) -> Tensor:
+def _decode_rows(inputs: RecurrentInputs, matrices: Tensor, slots: Tensor) -> Tensor:
     """Computes one token of each row. Large states are updated in place row by row, since copying would cost more."""
     if matrices[0].numel() < LARGE_STATE:
         states = matrices[slots]

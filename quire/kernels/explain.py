@@ -20,7 +20,7 @@ from quire.kernels.validation.recurrent_trials import (
     settle_delta_net,
     settle_mamba,
 )
-from quire.kernels.validation.trials import TrialShape, dense_rows, failure
+from quire.kernels.validation.trials import TrialShape, dense_trials, failure
 from quire.types import QuireError
 
 # Attention of a typical model on a GPU: 32 query heads and 8 KV heads of 128, in bfloat16.
@@ -98,7 +98,7 @@ HOPPER = (
 def explain_ops(device: torch.device, kernels: str = "auto", deterministic: bool = False) -> list[Mapping[str, Any]]:
     """One entry for each row of the table that a usual dense model needs: op, implementation, reason. On a GPU each is
     tried."""
-    names = [row.name for row in dense_rows(TYPICAL, device)]
+    names = [row.name for row in dense_trials(TYPICAL, device)]
     try:
         ops = select_fixed_ops(device.type, kernels) if deterministic else select_ops(device.type, kernels, strict=True)
     except Exception as error:
@@ -129,7 +129,7 @@ def explain_hopper(kernel: HopperKernel, ops: Ops, device: torch.device, determi
 
 def try_all(ops: Ops, shape: TrialShape, device: torch.device) -> list[Mapping[str, Any]]:
     found = []
-    for row in dense_rows(shape, device):
+    for row in dense_trials(shape, device):
         error = failure(ops, row)
         if error is None:
             found.append(_entry(row.name, "triton", "tried just now, right"))

@@ -1,7 +1,7 @@
 """Copies between host and device: many small arrays to the device in one transfer, and large tensors back.
 
-The runtime and the sampler pack a step's inputs with `upload`; the cache store moves units with `send` and `Fetch`. On
-CUDA copies start from pinned memory and return at once. Torch's pinned allocator does not reuse a buffer before the
+The runtime and the sampler pack a step's inputs with `upload`; the cache store moves units with `send` and `HostCopy`.
+On CUDA copies start from pinned memory and return at once. Torch's pinned allocator does not reuse a buffer before the
 copy that reads it is done, so no copy in flight sees changed data.
 """
 
@@ -45,7 +45,7 @@ def send(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-class Fetch:
+class HostCopy:
     """An asynchronous copy of one tensor to the host.
 
     On CUDA the copy goes to pinned memory of its own and is ordered in the current stream, so later work in that stream
@@ -61,7 +61,7 @@ class Fetch:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def is_there(self) -> bool:
+    def is_done(self) -> bool:
         return self._copied is None or self._copied.query()
 
     def wait(self) -> Tensor:
@@ -70,7 +70,7 @@ class Fetch:
         return self._host
 
 
-class Landing:
+class UploadBuffer:
     """A fixed device buffer that receives arrays of the same names and shapes repeatedly, in one copy each time.
 
     Captured CUDA graphs read their inputs from it. Copies are ordered in the stream, so a step that still reads the

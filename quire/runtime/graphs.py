@@ -23,8 +23,8 @@ from quire.models.registry import Model
 from quire.runtime.rows import DeviceRows
 from quire.sampling.sampler import Sampled
 
-FEW = 4  # number of smallest sizes, which are captured first
-HOT = 2  # uses of a size from which it is captured
+NUM_EARLY_SIZES = 4  # number of smallest sizes, which are captured first
+MIN_USES = 2  # uses of a size from which it is captured
 PADDING = -1  # row number of padding
 
 
@@ -35,14 +35,14 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class Decoded:
+class DecodeResult:
     rows: Tensor  # [n] int64
     logits: Tensor  # [n, vocab]
     chosen: Sampled | None  # tokens sampled by the graph, being copied to the host
 
 
 @dataclass(slots=True)
-class _Outputs:
+class _DecodeOutputs:
     """Output tensors of a graph or of an eager run."""
 
     logits: Tensor  # [size, vocab]
@@ -56,23 +56,23 @@ class DecodeGraphs:
         self._rows = rows
         self._ops = ops
         self._sizes = graph_sizes(max_rows)
-        self._fits = [next(s for s in self._sizes if s >= n) for n in range(1, max_rows + 1)]
+        self._padded_sizes = [next(s for s in self._sizes if s >= n) for n in range(1, max_rows + 1)]
         self._input = torch.full((max_rows,), PADDING, dtype=torch.int64, device=rows.device)
         self._host_rows: list[int] = []  # contents of `_input`, which need no copy while the same rows decode
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _Outputs]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _DecodeOutputs]] = {}
         self._uses = {(size, choose): 0 for size in self._sizes for choose in (True, False)}
         self.stream = torch.cuda.Stream(rows.device)  # captures run on it, those of mixed steps too
         self.pool = CapturePool()
 
-    def run(self, host_rows: list[int], choose: bool) -> Decoded:
+    def run(self, host_rows: list[int], choose: bool) -> DecodeResult:
         """Runs a decode step of these rows: replays its graph, captures it first if it is due, or runs eagerly.
         `choose`: every row is plain, so the step samples, too."""
         count = len(host_rows)
-        kind = (self._fits[count - 1], choose)
+        kind = (self._padded_sizes[count - 1], choose)
         self._send(host_rows)
         self._uses[kind] += 1
         graph = self._graphs.get(kind)
-        if graph is None and self._uses[kind] >= HOT:
+        if graph is None and self._uses[kind] >= MIN_USES:
             graph = self._try_capture(kind)
         if graph is None:
             outputs = self._decode(kind)
@@ -82,12 +82,12 @@ class DecodeGraphs:
         chosen = None
         if outputs.chosen is not None:
             chosen = fetch_chosen(outputs.chosen, count)
-        return Decoded(self._input[:count], outputs.logits[:count], chosen)
+        return DecodeResult(self._input[:count], outputs.logits[:count], chosen)
 
     def capture_missing(self) -> Iterator[None]:
         """Captures one missing graph per `next`: small ones first, which a lightly loaded server uses most, then from
         the largest down, so that smaller graphs reuse the memory of larger ones."""
-        few, many = self._sizes[:FEW], sorted(self._sizes[FEW:], reverse=True)
+        few, many = self._sizes[:NUM_EARLY_SIZES], sorted(self._sizes[NUM_EARLY_SIZES:], reverse=True)
         for size in [*few, *many]:
             for kind in ((size, True), (size, False)):
                 if kind not in self._graphs and self._uses[kind] >= 0:
@@ -107,11 +107,11 @@ class DecodeGraphs:
         self._input.copy_(torch.tensor(padded, dtype=torch.int64, device="cpu").pin_memory(), non_blocking=True)
         self._host_rows = host_rows
 
-    def _decode(self, kind: tuple[int, bool]) -> _Outputs:
+    def _decode(self, kind: tuple[int, bool]) -> _DecodeOutputs:
         size, choose = kind
         return decode_rows(self._model, self._caches, self._rows, self._ops, self._input[:size], choose)
 
-    def _try_capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs] | None:
+    def _try_capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _DecodeOutputs] | None:
         """Captures a graph. If that fails, for example for lack of memory or because a kernel must be compiled, nothing
         has run yet; the kind runs eagerly from then on."""
         try:
@@ -122,13 +122,13 @@ class DecodeGraphs:
             warnings.warn(line, stacklevel=2)
             return None
 
-    def _capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:
+    def _capture(self, kind: tuple[int, bool]) -> tuple[torch.cuda.CUDAGraph, _DecodeOutputs]:
         self._graphs[kind] = capture_graph(self.stream, self.pool, lambda: self._decode(kind))
         return self._graphs[kind]
 
 
 def decode_rows(model: Model, caches: Mapping[str, Tensor], device_rows: DeviceRows, ops: RowOps, rows: Tensor,
-                choose: bool) -> _Outputs:  # fmt: skip
+                choose: bool) -> _DecodeOutputs:  # fmt: skip
     """Decodes one token of each of `rows` [n] int64, with inputs from device memory only; with `choose` it also samples
     the next token."""
     decode = device_rows.gather_decode(rows, ops)
@@ -137,7 +137,7 @@ def decode_rows(model: Model, caches: Mapping[str, Tensor], device_rows: DeviceR
     if choose:
         append_to = (rows, device_rows.tokens, device_rows.computed)
         chosen = choose_tokens(ops, logits, decode.keys, decode.lengths, decode.scales, append_to)
-    return _Outputs(logits, chosen)
+    return _DecodeOutputs(logits, chosen)
 
 
 def choose_tokens(ops: RowOps, logits: Tensor, keys: Tensor, lengths: Tensor, scales: Tensor,
@@ -165,7 +165,7 @@ class CapturePool:
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
 
-    def begin_anew(self) -> None:
+    def renew(self) -> None:
         """Starts a new pool after a failed capture, because torch considers the capture into the old one unfinished and
         refuses further ones. Existing graphs keep their memory."""
         with suppress(Exception):  # the capture had ended properly
@@ -182,7 +182,7 @@ def capture_graph(
         with torch.cuda.stream(stream):
             captured = capture(compute, pool.handle)
     except Exception:
-        pool.begin_anew()
+        pool.renew()
         raise
     torch.cuda.current_stream().wait_stream(stream)
     return captured

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from quire.engine.workers import DeviceLost, Ticket, Workers
-from quire.kernels.validation.failures import sign_of_life
+from quire.kernels.validation.failures import probe_device
 from quire.types import Plan, QuireError, StepOutput, is_out_of_memory
 
 
-class Guarded:
+class GuardedWorkers:
     """Implements `Workers` by delegation to inner workers, with errors translated."""
 
     def __init__(self, inner: Workers, device: torch.device, probe: Callable[[], None] | None = None,
@@ -29,13 +29,13 @@ class Guarded:
         failure other than out of memory, which may come from a kernel whose trial is noted as passed."""
         self._inner = inner
         self._device = device
-        self._probe = probe or (lambda: sign_of_life(device))
+        self._probe = probe or (lambda: probe_device(device))
         self._on_failure = on_failure or (lambda: None)
-        self._hoards = False  # release cached memory before the next step, when no reference to the failed one is left
+        self._release_first = False  # before the next step, when the failed one is unreferenced
 
     def forward(self, plan: Plan) -> Any:
-        if self._hoards:
-            self._hoards = False
+        if self._release_first:
+            self._release_first = False
             release_memory(self._device)
         with self._translated():
             return self._inner.forward(plan)
@@ -75,7 +75,7 @@ class Guarded:
             raise
         except Exception as error:
             if is_out_of_memory(error):
-                self._hoards = True
+                self._release_first = True
                 what = f"Memory ran out on {self._device} during a step ({first_line(error)})."
                 hint = "Lower max_batch_tokens, max_rows or cache_memory."
                 raise QuireError("out_of_memory", what, hint) from None
@@ -92,7 +92,7 @@ class Guarded:
 
 
 class _GuardedTicket:
-    def __init__(self, guard: Guarded, inner: Ticket):
+    def __init__(self, guard: GuardedWorkers, inner: Ticket):
         self._guard, self._inner = guard, inner
 
     def wait(self) -> StepOutput:

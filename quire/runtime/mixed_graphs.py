@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.table import RowOps
-from quire.kernels.upload import Arrays, Landing
+from quire.kernels.upload import Arrays, UploadBuffer
 from quire.kernels.validation.failures import reason
 from quire.models.registry import Model
 from quire.runtime.graphs import CapturePool, capture_graph, choose_tokens, fetch_chosen
@@ -26,46 +26,46 @@ from quire.runtime.rows import DeviceRows, list_step
 from quire.sampling.sampler import Sampled
 from quire.types import STEP_SIZES, Plan
 
-MAX_CATCH_UPS = 8  # maximum prefill rows in a captured step
-MANY_SINGLES = 64  # decode rows of the middle size
+MAX_PREFILLS = 8  # maximum prefill rows in a captured step
+MANY_DECODES = 64  # decode rows of the middle size
 SMALL = 512  # tokens; up to here padding costs less than launching kernel by kernel
 MAX_PADDING = 1.34  # maximum ratio of padded to computed tokens above `SMALL`
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class MixedSize:
     tokens: int
-    singles: int  # decode rows
+    decodes: int  # decode rows
 
     @property
     def samples(self) -> int:
-        return self.singles + MAX_CATCH_UPS
+        return self.decodes + MAX_PREFILLS
 
     @property
     def rows(self) -> int:
         """Rows of the step, of which the last is always padding and has all padding tokens."""
-        return self.singles + MAX_CATCH_UPS + 1
+        return self.decodes + MAX_PREFILLS + 1
 
 
 @dataclass(slots=True)
-class Computed:
+class MixedResult:
     rows: Tensor  # [samples] int64
     hidden: Tensor  # [samples, width]
     chosen: Sampled | None  # sampled tokens, being copied to the host, if every row is plain
 
 
 @dataclass(slots=True)
-class _Outputs:
+class _MixedOutputs:
     hidden: Tensor  # [size.samples, width]
     chosen: Tensor  # result of `graphs.choose_tokens`; other sampling overwrites the appended tokens
 
 
 @dataclass(slots=True)
-class _Graph:
-    landing: Landing
+class _MixedGraph:
+    inputs: UploadBuffer
     works: dict[str, Any]  # cache group -> work lists
     graph: torch.cuda.CUDAGraph | None = None
-    outputs: _Outputs | None = None
+    outputs: _MixedOutputs | None = None
 
 
 class MixedGraphs:
@@ -75,10 +75,10 @@ class MixedGraphs:
         self._model, self._caches, self._rows, self._ops = model, caches, rows, ops
         self._captured_work = captured_work
         self._pool, self._stream = pool, stream
-        self._sizes = step_sizes(max_rows)
-        self._graphs: dict[Size, _Graph] = {}
+        self._sizes = mixed_sizes(max_rows)
+        self._graphs: dict[MixedSize, _MixedGraph] = {}
 
-    def run(self, plan: Plan, choose: bool) -> Computed | None:
+    def run(self, plan: Plan, choose: bool) -> MixedResult | None:
         """Replays the step's graph; returns None if there is none. `choose`: every row uses greedy or temperature
         sampling only."""
         size = fitting_size(plan, self._graphs)
@@ -87,7 +87,7 @@ class MixedGraphs:
         captured = self._graphs[size]
         assert captured.graph is not None and captured.outputs is not None
         arrays = pad_step(list_step(plan), size, self._rows.padding_row)
-        captured.landing.send(arrays)
+        captured.inputs.send(arrays)
         counts, bounds = [row.count for row in plan.rows], [row.start + row.count for row in plan.rows]
         for work in captured.works.values():
             if work.is_used:
@@ -95,7 +95,7 @@ class MixedGraphs:
         captured.graph.replay()
         count, outputs = sum(row.wants_sample for row in plan.rows), captured.outputs
         chosen = fetch_chosen(outputs.chosen, count) if choose and count else None
-        return Computed(captured.landing.views["sample_rows"][:count], outputs.hidden[:count], chosen)
+        return MixedResult(captured.inputs.views["sample_rows"][:count], outputs.hidden[:count], chosen)
 
     def capture_missing(self) -> Iterator[None]:
         """Captures one missing graph per `next`, small ones first. If a capture fails or the kernels do not support it,
@@ -113,48 +113,48 @@ class MixedGraphs:
                 yield
 
     @torch.inference_mode()
-    def _capture(self, size: Size) -> _Graph:
+    def _capture(self, size: MixedSize) -> _MixedGraph:
         made = self.make(size)
         self.compute(made)  # compiles and warms up kernels, which is not allowed during a capture
         made.graph, made.outputs = capture_graph(self._stream, self._pool, lambda: self.compute(made))
         return made
 
-    def make(self, size: Size) -> _Graph:
-        nobody = pad_step(list_step(Plan(0, [])), size, self._rows.padding_row)
-        works = {spec.group: self._captured_work(size.tokens, size.singles, MAX_CATCH_UPS) for spec in self._rows.specs}
-        return _Graph(Landing(nobody, self._rows.device), works)
+    def make(self, size: MixedSize) -> _MixedGraph:
+        empty = pad_step(list_step(Plan(0, [])), size, self._rows.padding_row)
+        works = {spec.group: self._captured_work(size.tokens, size.decodes, MAX_PREFILLS) for spec in self._rows.specs}
+        return _MixedGraph(UploadBuffer(empty, self._rows.device), works)
 
-    def compute(self, made: _Graph) -> _Outputs:
-        gathered = self._rows.gather_fixed(made.landing.views, made.works)
+    def compute(self, made: _MixedGraph) -> _MixedOutputs:
+        gathered = self._rows.gather_fixed(made.inputs.views, made.works)
         hidden = self._model.forward(gathered.step, self._caches)
         device, rows = self._rows, gathered.sample_rows
         draws = (device.keys[rows], device.computed[rows], device.scales[rows])
         append_to = (rows, device.tokens, device.computed)
-        return _Outputs(hidden, choose_tokens(self._ops, self._model.logits(hidden), *draws, append_to))
+        return _MixedOutputs(hidden, choose_tokens(self._ops, self._model.logits(hidden), *draws, append_to))
 
 
-def step_sizes(max_rows: int) -> list[Size]:
+def mixed_sizes(max_rows: int) -> list[MixedSize]:
     """Returns the sizes to capture, small ones first: those of a mostly cached prompt, alone and beside decode rows."""
     found = []
     for tokens in STEP_SIZES:
-        for singles in dict.fromkeys((0, min(MANY_SINGLES, max_rows), max_rows)):
-            if singles < tokens and (singles > 0 or tokens <= SMALL or tokens % SMALL == 0):
-                found.append(Size(tokens, singles))
+        for decodes in dict.fromkeys((0, min(MANY_DECODES, max_rows), max_rows)):
+            if decodes < tokens and (decodes > 0 or tokens <= SMALL or tokens % SMALL == 0):
+                found.append(MixedSize(tokens, decodes))
     return found
 
 
-def fitting_size(plan: Plan, there: Mapping[Size, Any]) -> Size | None:
+def fitting_size(plan: Plan, captured: Mapping[MixedSize, Any]) -> MixedSize | None:
     """Returns the smallest captured size that the plan fits without much padding; None if there is none."""
     tokens = sum(row.count for row in plan.rows)
-    singles = sum(row.count == 1 for row in plan.rows)
-    if len(plan.rows) - singles > MAX_CATCH_UPS:
+    decodes = sum(row.count == 1 for row in plan.rows)
+    if len(plan.rows) - decodes > MAX_PREFILLS:
         return None
     most = max(SMALL, int(MAX_PADDING * tokens))
-    fits = [size for size in there if tokens <= size.tokens <= most and singles <= size.singles]
-    return min(fits, key=lambda size: (size.tokens, size.singles), default=None)
+    fits = [size for size in captured if tokens <= size.tokens <= most and decodes <= size.decodes]
+    return min(fits, key=lambda size: (size.tokens, size.decodes), default=None)
 
 
-def pad_step(arrays: Arrays, size: Size, padding_row: int) -> Arrays:
+def pad_step(arrays: Arrays, size: MixedSize, padding_row: int) -> Arrays:
     """Pads the step's arrays to the size. Padding tokens belong to the padding row, whose length stays 0."""
     num_tokens = int(arrays["counts"].sum())
     places = arrays.get("places", np.arange(num_tokens))

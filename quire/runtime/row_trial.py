@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from quire.kernels.table import RowOps
-from quire.kernels.validation.failures import give_way, reason
+from quire.kernels.validation.failures import reason, report_unusable
 from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import EXACT, compare, finish_writes, normal
 from quire.layers.step import PagedInputs
@@ -32,7 +32,7 @@ def settle_row_ops(ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size
     if error is None:
         return ops
     hint = "Leave strict_kernels out, or see `quire doctor`."
-    give_way(
+    report_unusable(
         "rows", reason(error), refuse=strict, instead="steps are launched kernel by kernel, more slowly", hint=hint
     )
     return None

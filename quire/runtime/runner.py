@@ -25,7 +25,7 @@ from quire.sampling.sampler import Histories, Sampled, Sampler, start_copy, to_h
 from quire.types import Plan, PlanRow, StepOutput
 
 
-def step_sizes(max_rows: int, max_batch_tokens: int) -> Iterator[tuple[int, int]]:
+def warm_up_sizes(max_rows: int, max_batch_tokens: int) -> Iterator[tuple[int, int]]:
     """Yields (decode rows, prefill tokens) of warm-up steps that together use all kernel variants, since variants
     change at powers of two or less often. The first is a single request's step; the last is the largest possible, which
     warms up the allocator and the libraries."""
@@ -103,11 +103,11 @@ class Runner:
         return Forward(plan, gathered.sample_rows, self._model.logits(hidden), scores, pooled)
 
     @torch.inference_mode()
-    def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> Ready:
+    def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> StepTicket:
         if forward.chosen is not None:
-            return Ready(forward, forward.chosen)
+            return StepTicket(forward, forward.chosen)
         if forward.logits is None or forward.rows is None:
-            return Ready(forward)
+            return StepTicket(forward)
         sampling_rows = [row for row in forward.plan.rows if row.wants_sample]
         batch = self._sampling.gather([row.row for row in sampling_rows])
         bounds = [row.start + row.count for row in sampling_rows]
@@ -115,7 +115,7 @@ class Runner:
         mask = self._unpack(forward.plan, masks) if masks else None
         sampled = self._sampler.sample(forward.logits, batch, histories, mask)
         self._rows.append(forward.rows, sampled.tokens)
-        return Ready(forward, sampled, batch)
+        return StepTicket(forward, sampled, batch)
 
     def chores(self) -> Iterator[None]:
         """Warm-up in small pieces, between steps: kernels of a single request first, then those of larger steps, then
@@ -125,15 +125,15 @@ class Runner:
         if getattr(self._model, "decodes_only", False):
             yield from self._graphs.capture_missing()
             return
-        for num_decodes, num_tokens in step_sizes(self._rows.padding_row, self._max_batch_tokens):
-            self.rehearse(num_decodes, num_tokens)
+        for num_decodes, num_tokens in warm_up_sizes(self._rows.padding_row, self._max_batch_tokens):
+            self.warm_up(num_decodes, num_tokens)
             yield
         yield from self._graphs.capture_missing()
         if self._mixed is not None:
             yield from self._mixed.capture_missing()
 
     @torch.inference_mode()
-    def rehearse(self, num_decodes: int, num_tokens: int) -> None:
+    def warm_up(self, num_decodes: int, num_tokens: int) -> None:
         """Runs a warm-up step of padding rows: `num_decodes` decode rows, then prefill rows of `num_tokens` tokens in
         all. Its results are discarded."""
         padding, most = self._rows.padding_row, self._rows.max_len
@@ -227,7 +227,7 @@ class Pooling:
         return self._total if self._kind == "last" else self._total / self.prompt_len
 
 
-class Ready:
+class StepTicket:
     """A step's results, which `wait` reads from the device; implements `Ticket`."""
 
     def __init__(self, forward: Forward, sampled: Sampled | None = None, batch: Batch | None = None):

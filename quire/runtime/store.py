@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from quire.kernels.upload import Fetch, send
+from quire.kernels.upload import HostCopy, send
 from quire.types import CacheSpec, Copy, CopyKind
 
 MAX_RUN_BYTES = 64 << 20  # maximum bytes per copy, which needs as much temporary memory on both sides
@@ -35,7 +35,7 @@ class _PendingOut:
 
     group: int
     targets: list[int]
-    moved: Fetch
+    moved: HostCopy
 
 
 class CacheStore:
@@ -54,7 +54,7 @@ class CacheStore:
     def apply(self, copies: list[Copy]) -> None:
         """Runs copies in order. Consecutive copies of one kind and group run as one, unless one reads a unit that
         another wrote."""
-        self._place()
+        self._store_arrived()
         run: list[Copy] = []
         for copy in copies:
             follows = run and (copy.kind, copy.group) == (run[0].kind, run[0].group)
@@ -82,16 +82,16 @@ class CacheStore:
         if kind is CopyKind.OUT:
             self._host_of(group)  # allocates now, so that a lack of memory fails this step
             while self._pending and _num_bytes(self._pending) + moved.nbytes > MAX_PENDING_BYTES:
-                self._place(1)
-            self._pending.append(_PendingOut(group, [c.target for c in run], Fetch(moved)))
-            self._place()
+                self._store_arrived(1)
+            self._pending.append(_PendingOut(group, [c.target for c in run], HostCopy(moved)))
+            self._store_arrived()
         else:
             device.index_copy_(dim, send(targets, device.device), moved)
 
-    def _place(self, num_needed: int = 0) -> None:
+    def _store_arrived(self, num_needed: int = 0) -> None:
         """Writes completed transfers to the swap space in the order in which they started, so that the last write to a
         unit wins. Waits only for the first `num_needed`."""
-        while self._pending and (num_needed > 0 or self._pending[0].moved.is_there()):
+        while self._pending and (num_needed > 0 or self._pending[0].moved.is_done()):
             out = self._pending[0]
             moved, dim = out.moved.wait(), _unit_dim(self.specs[out.group])
             if self._checksums is not None:
@@ -108,7 +108,7 @@ class CacheStore:
         holding = (
             i for i, out in enumerate(self._pending) if out.group == group and not wanted.isdisjoint(out.targets)
         )
-        self._place(max(holding, default=-1) + 1)
+        self._store_arrived(max(holding, default=-1) + 1)
         host = self._host_of(group)
         shape = (*host.shape[:dim], len(run), *host.shape[dim + 1 :])
         moved = torch.empty(shape, dtype=host.dtype, device="cpu", pin_memory=self._pin)

@@ -82,7 +82,7 @@ class Dry:
 
 
 @dataclass(slots=True)
-class LogprobsAsked:
+class LogprobsRequest:
     samples: Tensor | None  # [n] int64; None: every sample of the step
     host_samples: list[int]
     host_num_top: list[int]  # number of alternatives per sample
@@ -106,7 +106,7 @@ class Draws:
 
 
 @dataclass(slots=True)
-class Edited:
+class EditedSamples:
     """Samples whose logits are edited by anything other than a grammar mask."""
 
     samples: Tensor  # [n] int64
@@ -122,9 +122,9 @@ class Batch:
     dry: Dry | None = None
     min_tokens: MinTokens | None = None
     bad_words: BadWords | None = None
-    logprobs: LogprobsAsked | None = None
+    logprobs: LogprobsRequest | None = None
     draws: Draws | None = None  # None: the step has no samples
-    edited: Edited | None = None
+    edited: EditedSamples | None = None
 
     @property
     def edits(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.sampling.batch import BadWords, Batch, Bias, Histories, MinTokens
 from quire.sampling.dry import apply_dry
 from quire.sampling.penalties import apply_penalties
-from quire.sampling.rowwise import NOTHING, minus_inf_unless
+from quire.sampling.rowwise import MINUS_INF, minus_inf_unless
 
 
 def edit(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
@@ -68,4 +68,4 @@ def apply_mask(logits: Tensor, mask: Tensor) -> None:
 
 
 def _forbid(logits: Tensor, cells: Tensor, when: Tensor) -> None:
-    logits.view(-1).scatter_add_(0, cells, torch.where(when, NOTHING, 0.0).to(logits.dtype))
+    logits.view(-1).scatter_add_(0, cells, torch.where(when, MINUS_INF, 0.0).to(logits.dtype))

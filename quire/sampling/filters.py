@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.sampling.batch import EVERYTHING, UNFILTERED, Cohort
-from quire.sampling.rowwise import NOTHING, at_least, drop_below, row_sums
+from quire.sampling.rowwise import MINUS_INF, at_least, drop_below, row_sums
 
 _ONE = 2.0**40  # weight of the best token in the integer arithmetic of top-p
 _NEGLIGIBLE = -30.0  # scores whose weight rounds to 0
@@ -32,10 +32,10 @@ def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
     sigma_floor = None
     if cohort.any_sigma:
         width = cohort.top_n_sigma[:, None]
-        sigma_floor = torch.where(width > 0, -width * _deviation(logits) * scale, NOTHING)
+        sigma_floor = torch.where(width > 0, -width * _deviation(logits) * scale, MINUS_INF)
     if cohort.width in (EVERYTHING, UNFILTERED):
         scores = (logits - logits.amax(1, keepdim=True)).mul_(scale)
-        scores.nan_to_num_(nan=0.0, neginf=NOTHING)  # NaN of bad rows would become indices out of range
+        scores.nan_to_num_(nan=0.0, neginf=MINUS_INF)  # NaN of bad rows would become indices out of range
         return _keep_of_all(scores, cohort, sigma_floor), None
     best = logits.topk(cohort.width)
     scores = (best.values - best.values[:, :1]) * scale
@@ -48,14 +48,14 @@ def _keep_of_candidates(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | No
     if sigma_floor is not None:
         floor = torch.maximum(floor, sigma_floor)
     if cohort.any_top_p:
-        weights = torch.where(scores >= floor, scores, NOTHING).to(torch.float64).exp_()
+        weights = torch.where(scores >= floor, scores, MINUS_INF).to(torch.float64).exp_()
         reached = weights.cumsum(1)
         num_kept = (reached - weights < cohort.top_p[:, None] * reached[:, -1:]).sum(1, keepdim=True)
         cut = scores.gather(1, num_kept.clamp(min=1) - 1)
-        floor = torch.maximum(floor, torch.where(cohort.top_p[:, None] < 1, cut, NOTHING))
+        floor = torch.maximum(floor, torch.where(cohort.top_p[:, None] < 1, cut, MINUS_INF))
     if cohort.any_min_p:
         floor = torch.maximum(floor, cohort.min_p[:, None].log())
-    return torch.where(scores >= floor, scores, NOTHING)
+    return torch.where(scores >= floor, scores, MINUS_INF)
 
 
 def _keep_of_all(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | None) -> Tensor:
@@ -92,7 +92,7 @@ def _top_p_floor(scores: Tensor, top_p: Tensor) -> Tensor:
         width = width / _NUM_BINS
         top = top - (cut - 1) * width
     floor = top - width - _ROUNDING
-    return torch.where(top_p < 1, floor, NOTHING)
+    return torch.where(top_p < 1, floor, MINUS_INF)
 
 
 def _deviation(logits: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.table import SamplingOps
-from quire.kernels.validation.failures import LateKernels
-from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, Edited, Histories
+from quire.kernels.validation.failures import LazyKernels
+from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, EditedSamples, Histories
 from quire.sampling.dry import apply_dry
 from quire.sampling.edits import edit
 from quire.sampling.logprobs import Logprobs
@@ -30,14 +30,14 @@ PLAIN = {  # (edited, masked) -> name of the kernel variant
 }
 # Torch's noise and sums differ from the kernels' in the last bits, so the deterministic mode has no fallback for these;
 # its edits are bitwise equal.
-OTHER_BITS = frozenset({FILTERS, LOGPROBS, *PLAIN.values()})
-EVERY = OTHER_BITS | {EDITS}
+INEXACT_KERNELS = frozenset({FILTERS, LOGPROBS, *PLAIN.values()})
+ALL_KERNELS = INEXACT_KERNELS | {EDITS}
 
 Draw = Callable[[Tensor, Cohort, Tensor], Tensor]  # edited logits [n, vocab], cohort, positions [samples] -> tokens [n]
 
 
 class FusedSampling:
-    def __init__(self, ops: SamplingOps, draw: Draw, late: LateKernels):
+    def __init__(self, ops: SamplingOps, draw: Draw, late: LazyKernels):
         """`draw` samples one cohort in torch, as the fallback for filters."""
         self._ops = ops
         self._draw = draw
@@ -74,7 +74,7 @@ class FusedSampling:
         )
         return None if parts is None else Logprobs(*parts)
 
-    def edit(self, logits: Tensor, batch: Batch, edited: Edited, histories: Histories) -> tuple[Tensor, Tensor]:
+    def edit(self, logits: Tensor, batch: Batch, edited: EditedSamples, histories: Histories) -> tuple[Tensor, Tensor]:
         """Runs steps 2 to 6; returns the copies [edited samples, vocab] and each sample's index in them or -1."""
         found = self._late.attempt(EDITS, logits.device, lambda: self._edit(logits, batch, edited, histories))
         if found is not None:
@@ -83,7 +83,7 @@ class FusedSampling:
         places = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
         return edit(logits.float(), batch, histories), torch.where(edited.places < 0, edited.places, places)
 
-    def _edit(self, logits: Tensor, batch: Batch, edited: Edited, histories: Histories) -> tuple[Tensor, Tensor]:
+    def _edit(self, logits: Tensor, batch: Batch, edited: EditedSamples, histories: Histories) -> tuple[Tensor, Tensor]:
         ops, places = self._ops, edited.places
         tokens, rows, lengths = histories.tokens, histories.rows, histories.lengths
         copies = ops.copy_samples(logits, edited.samples)

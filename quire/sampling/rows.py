@@ -24,8 +24,8 @@ from quire.sampling.batch import (
     Cohort,
     Draws,
     Dry,
-    Edited,
-    LogprobsAsked,
+    EditedSamples,
+    LogprobsRequest,
     MinTokens,
     Penalties,
 )
@@ -46,7 +46,7 @@ _NO_LIMIT = 1 << 62
 
 
 @dataclass(slots=True)
-class _Lists:
+class _RaggedParams:
     """The variable-length parameters of one row."""
 
     bias_ids: np.ndarray
@@ -61,8 +61,10 @@ class SamplingRows:
         """Allocates `max_rows` rows and one permanently empty row, whose parameters padding is sampled with."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._columns: Arrays = {name: np.full(max_rows + 1, _NOBODY[name], dtype) for name, dtype in _COLUMNS.items()}
-        self._lists: dict[int, _Lists] = {}
+        self._columns: Arrays = {
+            name: np.full(max_rows + 1, _EMPTY_ROW[name], dtype) for name, dtype in _COLUMNS.items()
+        }
+        self._lists: dict[int, _RaggedParams] = {}
         self._special: set[int] = set()  # rows with more than greedy or temperature sampling
         self._cached: tuple[list[int], Batch] | None = None  # last result; consecutive decode steps have the same rows
 
@@ -87,7 +89,7 @@ class SamplingRows:
 
     def clear(self, row: int) -> None:
         for name, column in self._columns.items():
-            column[row] = _NOBODY[name]
+            column[row] = _EMPTY_ROW[name]
         self._lists.pop(row, None)
         self._special.discard(row)
         self._cached = None
@@ -106,13 +108,13 @@ class SamplingRows:
         if self._cached is None or self._cached[0] != rows:
             index = np.asarray(rows, np.int64)
             columns = {name: column[index] for name, column in self._columns.items()}
-            self._cached = (list(rows), _Gathering(rows, columns, self._lists, self.vocab_size).batch(self.device))
+            self._cached = (list(rows), _BatchBuilder(rows, columns, self._lists, self.vocab_size).batch(self.device))
         return self._cached[1]
 
-    def _ragged_values(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> _Lists:
+    def _ragged_values(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> _RaggedParams:
         bias = [(i, v) for i, v in params.logit_bias if 0 <= i < self.vocab_size]
         words = [w for w in params.bad_token_ids if w and all(0 <= i < self.vocab_size for i in w)]
-        return _Lists(
+        return _RaggedParams(
             bias_ids=np.array([i for i, _ in bias], np.int64),
             bias_values=np.array([v for _, v in bias], np.float32),
             stop_ids=self._known_ids(stop_ids if params.min_tokens else ()),
@@ -148,7 +150,7 @@ def _fixed_values(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
 
 # Values of an empty row, which padding is sampled with: greedy only, so that padding needs no kernel that no request
 # uses.
-_NOBODY = {"key": 0, "prompt_len": 0, "until": 0} | _fixed_values(SamplingParams(temperature=0.0).resolve(), 1)
+_EMPTY_ROW = {"key": 0, "prompt_len": 0, "until": 0} | _fixed_values(SamplingParams(temperature=0.0).resolve(), 1)
 
 
 def _is_plain(values: dict[str, Any]) -> bool:
@@ -170,12 +172,12 @@ def _width(params: SamplingParams, top_k: int, vocab_size: int) -> int:
 
 
 @dataclass(slots=True)
-class _Gathering:
+class _BatchBuilder:
     """Builds one `Batch`: each method collects the arrays of one part, `batch` uploads all of them in one copy."""
 
     rows: list[int]
     columns: Arrays  # parameter -> [samples]
-    lists: dict[int, _Lists]
+    lists: dict[int, _RaggedParams]
     vocab_size: int
     parts: dict[str, Arrays] = field(default_factory=dict)
 
@@ -190,9 +192,9 @@ class _Gathering:
             self._add_bad_words(listed)
         self._add_penalties()
         self._add_dry()
-        asked = np.flatnonzero(self.columns["num_top"] != _NO_LOGPROBS)
-        if 0 < len(asked) < len(self.rows):
-            self.parts["logprobs"] = {"samples": asked}
+        scored = np.flatnonzero(self.columns["num_top"] != _NO_LOGPROBS)
+        if 0 < len(scored) < len(self.rows):
+            self.parts["logprobs"] = {"samples": scored}
 
         any_filter = self._add_draws()
         self._add_edited()
@@ -212,10 +214,10 @@ class _Gathering:
         if "draws" in sent:
             batch.draws = Draws(**sent["draws"], any_filter=any_filter)
         if "edited" in sent:
-            batch.edited = Edited(**sent["edited"])
-        if len(asked):
+            batch.edited = EditedSamples(**sent["edited"])
+        if len(scored):
             samples = sent["logprobs"]["samples"] if "logprobs" in sent else None
-            batch.logprobs = LogprobsAsked(samples, asked.tolist(), self.columns["num_top"][asked].tolist())
+            batch.logprobs = LogprobsRequest(samples, scored.tolist(), self.columns["num_top"][scored].tolist())
         return batch
 
     def _add_cohort(self, width: int) -> None:
@@ -258,19 +260,19 @@ class _Gathering:
             places[samples] = np.arange(len(samples), dtype=np.int32)
             self.parts["edited"] = {"samples": samples, "places": places}
 
-    def _add_bias(self, listed: list[tuple[int, _Lists]]) -> None:
+    def _add_bias(self, listed: list[tuple[int, _RaggedParams]]) -> None:
         cells = np.concatenate([sample * self.vocab_size + lists.bias_ids for sample, lists in listed])
         if len(cells):
             values = np.concatenate([lists.bias_values for _, lists in listed])
             self.parts["bias"] = {"cells": cells, "values": values}
 
-    def _add_min_tokens(self, listed: list[tuple[int, _Lists]]) -> None:
+    def _add_min_tokens(self, listed: list[tuple[int, _RaggedParams]]) -> None:
         cells = np.concatenate([sample * self.vocab_size + lists.stop_ids for sample, lists in listed])
         if len(cells):
             owners = cells // self.vocab_size
             self.parts["min_tokens"] = {"cells": cells, "owners": owners, "until": self.columns["until"][owners]}
 
-    def _add_bad_words(self, listed: list[tuple[int, _Lists]]) -> None:
+    def _add_bad_words(self, listed: list[tuple[int, _RaggedParams]]) -> None:
         words = [(sample, word) for sample, lists in listed for word in lists.bad_words]
         if not words:
             return
@@ -283,8 +285,8 @@ class _Gathering:
 
     def _add_penalties(self) -> None:
         columns = self.columns
-        asks = (columns["repetition"] != 1) | (columns["presence"] != 0) | (columns["frequency"] != 0)
-        samples = np.flatnonzero(asks)
+        uses = (columns["repetition"] != 1) | (columns["presence"] != 0) | (columns["frequency"] != 0)
+        samples = np.flatnonzero(uses)
         if len(samples):
             names = ("repetition", "presence", "frequency", "prompt_len")
             self.parts["penalties"] = self._pick(samples, names) | {"samples": samples}

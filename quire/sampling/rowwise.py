@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NOTHING = float("-inf")
+MINUS_INF = float("-inf")
 
 
 def at_least(x: Tensor, floor: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def drop_below(x: Tensor, floor: Tensor) -> Tensor:
 def minus_inf_unless(kept: Tensor) -> Tensor:
     """Turns 1.0 into 0 and 0.0 into -inf in place, as an addend that forbids the latter cells. `log` would do the same
     in one pass, but is some twenty times slower for zeros on the CPU."""
-    return torch.threshold_(kept.sub_(1.0), -0.5, NOTHING)
+    return torch.threshold_(kept.sub_(1.0), -0.5, MINUS_INF)
 
 
 def select(x: Tensor, samples: Tensor | None) -> Tensor:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels.table import SamplingOps
-from quire.kernels.validation.failures import LateKernels
-from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, Histories, LogprobsAsked
+from quire.kernels.validation.failures import LazyKernels
+from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, Histories, LogprobsRequest
 from quire.sampling.edits import edit
 from quire.sampling.filters import narrow
 from quire.sampling.fused import FusedSampling
 from quire.sampling.logprobs import Logprobs, score, to_records
 from quire.sampling.noise import Noise
-from quire.sampling.rowwise import NOTHING, select
+from quire.sampling.rowwise import MINUS_INF, select
 from quire.types import TokenLogprobs
 
 
@@ -58,7 +58,7 @@ class Sampler:
         temperature sampling, equal up to the last bits of the noise. `irreplaceable`: kernels of `fused` for which
         torch must not be used as a fallback."""
         self.noise = Noise(vocab_size, device)
-        self._fused = None if ops is None else FusedSampling(ops, self._choose, LateKernels(irreplaceable))
+        self._fused = None if ops is None else FusedSampling(ops, self._choose, LazyKernels(irreplaceable))
         self._plain = plain
 
     def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
@@ -111,7 +111,7 @@ def processed_logits(logits: Tensor, batch: Batch, histories: Histories, mask: T
     """Returns the distribution that `sample` draws from as logits [samples, vocab], up to a constant per row: tokens
     that can't be drawn are -inf, as are all but the argmax of a greedy row. For tests and verification only."""
     edited = edit(logits, batch, histories, mask)
-    result = torch.full_like(edited, NOTHING)
+    result = torch.full_like(edited, MINUS_INF)
     for cohort in batch.cohorts:
         part = select(edited, cohort.samples)
         if cohort.width == GREEDY:
@@ -119,7 +119,7 @@ def processed_logits(logits: Tensor, batch: Batch, histories: Histories, mask: T
         else:
             scores, token_ids = narrow(part, cohort)  # type: ignore[assignment]
         if token_ids is not None:
-            scores = torch.full_like(part, NOTHING).scatter_(1, token_ids, scores)
+            scores = torch.full_like(part, MINUS_INF).scatter_(1, token_ids, scores)
         result = scores if cohort.samples is None else result.index_copy_(0, cohort.samples, scores)
     return result
 
@@ -132,7 +132,7 @@ def start_copy(sampled: Sampled) -> Sampled:
     return Sampled(sampled.tokens.to("cpu", non_blocking=True), sampled.bad.to("cpu", non_blocking=True), logprobs)
 
 
-def to_host(sampled: Sampled, asked: LogprobsAsked | None) -> HostSampled:
+def to_host(sampled: Sampled, asked: LogprobsRequest | None) -> HostSampled:
     """Converts samples to Python values; waits for the device if they are still on it."""
     bad = [sample for sample, is_bad in enumerate(sampled.bad.tolist()) if is_bad]
     records: dict[int, TokenLogprobs] = {}

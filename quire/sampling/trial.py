@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.table import SamplingOps
-from quire.kernels.validation.failures import give_way, reason
+from quire.kernels.validation.failures import reason, report_unusable
 from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import EXACT, compare, finish_writes, normal
 from quire.sampling.noise import Noise, stream_key
@@ -25,7 +25,7 @@ def settle_sampling(ops: SamplingOps, vocab_size: int, dtype: torch.dtype, devic
         return ops
     instead = "plain torch samples, and launches steps kernel by kernel: more slowly"
     hint = "Leave strict_kernels and deterministic out, or see `quire doctor`."
-    give_way("sampling", reason(error), refuse=strict, instead=instead, hint=hint)
+    report_unusable("sampling", reason(error), refuse=strict, instead=instead, hint=hint)
     return None
 
 

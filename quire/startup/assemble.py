@@ -43,13 +43,13 @@ from quire.models.loading.loader import (
 )
 from quire.models.registry import Model
 from quire.runtime.graphs import DecodeGraphs
-from quire.runtime.guard import Guarded, release_memory
+from quire.runtime.guard import GuardedWorkers, release_memory
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.row_trial import settle_row_ops
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
 from quire.runtime.store import CacheStore
-from quire.sampling.fused import EVERY, OTHER_BITS
+from quire.sampling.fused import ALL_KERNELS, INEXACT_KERNELS
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling.trial import settle_sampling
@@ -133,8 +133,8 @@ def _load_engine(
 def _load_with(
     findings: Findings, config: Config, files: ModelFiles, device: torch.device, note: Note | None, progress: Progress
 ) -> tuple[LoadedModel, Engine, MemoryPlan]:
-    def doubt() -> None:
-        findings.doubt()
+    def forbid_note() -> None:
+        findings.forbid_note()
         if note is not None:
             note.forget()
 
@@ -161,7 +161,7 @@ def _load_with(
         device,
         weights=loaded.weights_bytes,
         findings=findings,
-        on_failure=doubt,
+        on_failure=forbid_note,
     )
     engine.do_chore()  # runs what one request needs, so that the first one meets neither a compiler nor a broken kernel
     return loaded, engine, memory
@@ -190,7 +190,7 @@ def build_engine(
     findings: Findings | None = None,
     on_failure: Callable[[], None] | None = None,
 ) -> tuple[Engine, MemoryPlan]:
-    """Returns the engine of a loaded model. `on_failure`: called when a step fails, see `Guarded`."""
+    """Returns the engine of a loaded model. `on_failure`: called when a step fails, see `GuardedWorkers`."""
     limits = resolve_limits(config, device)
     memory = plan_model_memory(model, config, limits, device, available_memory(device), weights, max_model_len)
     checksums = config.cache.swap_checksums
@@ -208,7 +208,7 @@ def build_engine(
     choice = select_choice(device.type, config.engine.kernels)
     sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _irreplaceable(config))
     runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
-    workers = Guarded(runner, device, on_failure=on_failure)
+    workers = GuardedWorkers(runner, device, on_failure=on_failure)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     scheduler = Scheduler(cache, limits)
     engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
@@ -253,8 +253,8 @@ def try_sampling_ops(
 def _irreplaceable(config: Config) -> frozenset[str]:
     """Returns the sampling kernels that torch must not replace."""
     if config.engine.strict_kernels:
-        return EVERY
-    return OTHER_BITS if config.engine.deterministic else frozenset()
+        return ALL_KERNELS
+    return INEXACT_KERNELS if config.engine.deterministic else frozenset()
 
 
 def try_row_ops(

@@ -27,7 +27,7 @@ from quire.models.loading.sources import finish_module
 from quire.models.registry import find_family, find_model_type
 from quire.runtime.graphs import decode_rows, graph_sizes
 from quire.runtime.rows import DeviceRows
-from quire.runtime.runner import Runner, step_sizes
+from quire.runtime.runner import Runner, warm_up_sizes
 from quire.runtime.store import CacheStore
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
@@ -132,8 +132,8 @@ def rehearse(config: Config) -> Iterator[None]:
     sampler = Sampler(model.vocab_size, META, try_sampling_ops(model, config, CUDA, META))
     row_ops = try_row_ops(model, config, max_len, CUDA, META)
     runner = Runner(model, store, rows, sampling, sampler, max_batch_tokens=limits.max_batch_tokens)
-    first, *others = step_sizes(limits.max_rows, limits.max_batch_tokens)
-    runner.rehearse(*first)
+    first, *others = warm_up_sizes(limits.max_rows, limits.max_batch_tokens)
+    runner.warm_up(*first)
     for length, params in PROMPTS:
         added = RowInit("", 0, list(range(length)), length, 0, params, (), 0, 0)
         plan = Plan(0, [PlanRow("", 0, 0, length, 0, True)], added=[added])
@@ -143,7 +143,7 @@ def rehearse(config: Config) -> Iterator[None]:
         decode_rows(model, store.tensors, rows, row_ops, numbers[:1], choose=True)
     yield
     for num_decodes, num_tokens in others:
-        runner.rehearse(num_decodes, num_tokens)
+        runner.warm_up(num_decodes, num_tokens)
     if row_ops is not None:
         for size in graph_sizes(limits.max_rows):
             decode_rows(model, store.tensors, rows, row_ops, numbers[:size], choose=True)

@@ -113,7 +113,7 @@ def steps(asked: tuple[dict[str, Any], list[tuple[int, int]]]) -> dict[str, Any]
     num_told, found = len(told), []
     for num_decodes, num_tokens in sizes:
         before = len(told)
-        runners[0].rehearse(num_decodes, num_tokens)
+        runners[0].warm_up(num_decodes, num_tokens)
         found += [(kernel["name"], num_decodes, num_tokens) for kernel in told[before:]]
     return {"told": num_told, "found": found}
 

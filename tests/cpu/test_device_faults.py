@@ -24,9 +24,9 @@ from quire.engine.host.driver import EngineDriver, Message, tell_all
 from quire.engine.workers import DeviceLost
 from quire.kernels.table import REFERENCE, select_ops
 from quire.kernels.validation.failures import reason
-from quire.kernels.validation.trials import TrialShape, dense_rows, settle_ops
+from quire.kernels.validation.trials import TrialShape, dense_trials, settle_ops
 from quire.layers.step import Step
-from quire.runtime.guard import Guarded
+from quire.runtime.guard import GuardedWorkers
 from quire.types import CacheSpec, Delta, QuireError, SamplingParams, is_out_of_memory
 from tests.cpu.rig import CPU, load, make_engine, make_request
 from tests.cpu.tiny_models import make_tiny
@@ -161,7 +161,7 @@ def test_an_error_for_good_ends_the_engine_with_its_own_code(tiny: Any, where: s
 
         def close(self) -> None: ...
 
-    engine.workers = Guarded(Broken(), CPU, probe=broken)
+    engine.workers = GuardedWorkers(Broken(), CPU, probe=broken)
     mailbox = Mailbox([make_request("a", [1, 2, 3], GREEDY), make_request("b", [4, 5], GREEDY)])
     driver = EngineDriver(engine, mailbox)
     driver.run()
@@ -285,8 +285,8 @@ def test_kernels_that_work_stay() -> None:
     ops = fast_ops()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert settle_ops(ops, dense_rows(SHAPE, CPU), strict=False) is ops
-        settle_ops(ops, dense_rows(replace(SHAPE, window=5, qk_norm=False), CPU), strict=True)
+        assert settle_ops(ops, dense_trials(SHAPE, CPU), strict=False) is ops
+        settle_ops(ops, dense_trials(replace(SHAPE, window=5, qk_norm=False), CPU), strict=True)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -302,14 +302,14 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(name: str, how: str) -> 
 
     ops = replace(fast_ops(), **{main: bad})
     with pytest.warns(UserWarning, match=f"The {name} kernel can't be used here") as said:
-        settled = settle_ops(ops, dense_rows(SHAPE, CPU), strict=False)
+        settled = settle_ops(ops, dense_trials(SHAPE, CPU), strict=False)
     assert len(said) == 1 and "\n" not in str(said[0].message)
     for other, fields in ROWS.items():
         for field in fields:
             assert (getattr(settled, field) is not getattr(ops, field)) == (other == name), field
     assert settled.captures == (name in ("norm", "gate_mul")), "the reference does not skip rows that pad a step"
     with pytest.raises(QuireError, match=name) as refused:
-        settle_ops(ops, dense_rows(SHAPE, CPU), strict=True)
+        settle_ops(ops, dense_trials(SHAPE, CPU), strict=True)
     assert refused.value.code == "kernel_failed"
 
 
@@ -369,7 +369,7 @@ def test_a_chore_that_fails_is_said_and_left(tiny: Any) -> None:
 
     done = []
     with pytest.warns(UserWarning, match=r"could not be prepared ahead \(Memory ran out on cpu"):
-        for _ in Guarded(Inner(), CPU).chores():
+        for _ in GuardedWorkers(Inner(), CPU).chores():
             done.append(1)
     assert done == [1]
     engine = make_engine(tiny)
@@ -387,7 +387,7 @@ def test_a_kernel_that_never_gets_to_the_second_page_is_found(page_tokens: int) 
 
     ops = replace(fast_ops(), paged_attention=forgetful)
     with pytest.warns(UserWarning, match="attention kernel"):
-        rows = dense_rows(replace(SHAPE, page_tokens=page_tokens), CPU)
+        rows = dense_trials(replace(SHAPE, page_tokens=page_tokens), CPU)
         assert settle_ops(ops, rows, strict=False) is not ops
 
 

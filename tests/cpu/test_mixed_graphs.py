@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.upload import Landing
+from quire.kernels.upload import UploadBuffer
 from quire.layers.step import PagedInputs
-from quire.runtime.mixed_graphs import MAX_CATCH_UPS, MixedGraphs, Size, _Outputs, fitting_size, pad_step, step_sizes
+from quire.runtime.mixed_graphs import (
+    MAX_PREFILLS,
+    MixedGraphs,
+    MixedSize,
+    _MixedOutputs,
+    fitting_size,
+    mixed_sizes,
+    pad_step,
+)
 from quire.runtime.rows import DeviceRows, list_step
 from quire.types import CacheSpec, PageWrite, Plan, PlanRow, RowInit, SamplingParams
 
@@ -35,10 +43,10 @@ def make_rows() -> DeviceRows:
 
 def test_a_padded_step_computes_the_same_tokens() -> None:
     plan = plan_of((1, 5, 6, False), (3, 15, 1, True), (4, 20, 3, True))
-    size = Size(32, 4)
+    size = MixedSize(32, 4)
     exact, fixed = make_rows(), make_rows()
     want = exact.gather(plan, samples_only=True)
-    landing = Landing(pad_step(list_step(Plan(0, [])), size, fixed.padding_row), CPU)
+    landing = UploadBuffer(pad_step(list_step(Plan(0, [])), size, fixed.padding_row), CPU)
     landing.send(pad_step(list_step(plan), size, fixed.padding_row))
     got = fixed.gather_fixed(landing.views, {"full": "work"})
     for name in ("tokens", "positions"):
@@ -56,25 +64,25 @@ def test_a_padded_step_computes_the_same_tokens() -> None:
 
 
 def test_a_step_takes_the_smallest_size_that_is_there() -> None:
-    sizes = dict.fromkeys(step_sizes(256))
-    assert fitting_size(plan_of((1, 0, 60, True)), sizes) == Size(64, 0)
-    assert fitting_size(plan_of((1, 0, 60, True), (2, 9, 1, True)), sizes) == Size(128, 64)
+    sizes = dict.fromkeys(mixed_sizes(256))
+    assert fitting_size(plan_of((1, 0, 60, True)), sizes) == MixedSize(64, 0)
+    assert fitting_size(plan_of((1, 0, 60, True), (2, 9, 1, True)), sizes) == MixedSize(128, 64)
     decodes = [(row, 9, 1, True) for row in range(70)]
-    assert fitting_size(plan_of((99, 0, 200, True), *decodes), sizes) == Size(384, 256)
-    assert fitting_size(plan_of((1, 0, 1900, True), *decodes), sizes) == Size(2048, 256)
+    assert fitting_size(plan_of((99, 0, 200, True), *decodes), sizes) == MixedSize(384, 256)
+    assert fitting_size(plan_of((1, 0, 1900, True), *decodes), sizes) == MixedSize(2048, 256)
 
 
 def test_what_would_be_mostly_padding_is_not_padded() -> None:
-    sizes = {Size(2048, 0): None, Size(512, 0): None}
-    assert fitting_size(plan_of((1, 0, 40, True)), sizes) == Size(512, 0), "small: launches would take longer"
+    sizes = {MixedSize(2048, 0): None, MixedSize(512, 0): None}
+    assert fitting_size(plan_of((1, 0, 40, True)), sizes) == MixedSize(512, 0), "small: launches would take longer"
     assert fitting_size(plan_of((1, 0, 1000, True)), sizes) is None
-    assert fitting_size(plan_of((1, 0, 1600, True)), sizes) == Size(2048, 0)
+    assert fitting_size(plan_of((1, 0, 1600, True)), sizes) == MixedSize(2048, 0)
     assert fitting_size(plan_of((1, 0, 2049, True)), sizes) is None
 
 
 def test_too_many_prompts_at_once_are_not_padded() -> None:
-    sizes = {Size(512, 0): None}
-    rows = [(row, 0, 4, True) for row in range(MAX_CATCH_UPS)]
+    sizes = {MixedSize(512, 0): None}
+    rows = [(row, 0, 4, True) for row in range(MAX_PREFILLS)]
     assert fitting_size(plan_of(*rows), sizes) is not None
     assert fitting_size(plan_of(*rows, (50, 0, 4, True)), sizes) is None
 
@@ -103,14 +111,12 @@ def test_a_group_whose_only_layer_is_the_last_has_nothing_to_list(kind: str) -> 
     """That layer attends for sampled tokens alone, by a plan of its own."""
     pytest.importorskip("triton")
     module, name = kind.split(".")
-    unused = getattr(__import__(f"quire.kernels.triton.attention.{module}", fromlist=[name]), name)(
-        32, 4, MAX_CATCH_UPS
-    )
-    rows, size, nothing = make_rows(), Size(32, 4), torch.zeros(0)
+    unused = getattr(__import__(f"quire.kernels.triton.attention.{module}", fromlist=[name]), name)(32, 4, MAX_PREFILLS)
+    rows, size, nothing = make_rows(), MixedSize(32, 4), torch.zeros(0)
     graphs = MixedGraphs(None, {}, rows, None, lambda *_: Listed(), 4, None, None)  # type: ignore[arg-type]
     made: Any = graphs.make(size)
     made.works["windowed"] = unused
-    made.graph, made.outputs = Replayed(), _Outputs(torch.zeros(size.samples, 8), nothing)
+    made.graph, made.outputs = Replayed(), _MixedOutputs(torch.zeros(size.samples, 8), nothing)
     graphs._graphs[size] = made
     computed = graphs.run(plan_of((1, 5, 6, False), (3, 15, 1, True)), choose=False)
     assert computed is not None

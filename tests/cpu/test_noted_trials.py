@@ -20,7 +20,7 @@ from quire.kernels.validation import gated_trial as trial_gated
 from quire.kernels.validation import trials as trial
 from quire.kernels.validation.gated_trial import GatedTrialShape, settle_gated
 from quire.kernels.validation.trial_results import Findings
-from quire.kernels.validation.trials import Row, settle_ops
+from quire.kernels.validation.trials import KernelTrial, settle_ops
 from quire.models.loading import loader
 from quire.runtime.runner import Runner
 from quire.startup import assemble
@@ -34,8 +34,8 @@ KNOBS: dict[str, Any] = {"dtype": "float32", "max_model_len": 200, "num_pages": 
 NOTED = Findings({})
 
 
-def row(attempt: Callable[[Ops], None]) -> Row:
-    return Row("some", attempt, lambda ops: REFERENCE)
+def row(attempt: Callable[[Ops], None]) -> KernelTrial:
+    return KernelTrial("some", attempt, lambda ops: REFERENCE)
 
 
 def refuse(*args: Any) -> Any:
@@ -124,7 +124,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleName
     told = SimpleNamespace(ops=STAND_INS, uuid="GPU-1", tried=[], notes=lambda: list(tmp_path.rglob("*.tried")))
     plain = trial.failure
 
-    def failure(ops: Ops, row: Row, findings: Findings) -> Exception | None:
+    def failure(ops: Ops, row: KernelTrial, findings: Findings) -> Exception | None:
         return plain(
             ops, replace(row, attempt=lambda ops: (told.tried.append(row.name), row.attempt(ops))[1]), findings
         )
@@ -184,7 +184,7 @@ def test_a_kernel_that_fails_after_all_takes_the_note_with_it(folder: Path, card
 
 def one_request(runner: Runner) -> Iterator[None]:
     """What a card's chores begin with; a CPU has none."""
-    runner.rehearse(1, 32)
+    runner.warm_up(1, 32)
     yield
 
 

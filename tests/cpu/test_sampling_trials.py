@@ -216,8 +216,8 @@ def test_a_device_that_is_lost_ends_the_engine(tiny: Any, given: Any, monkeypatc
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def break_down(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(failures, "sign_of_life", lost)
-        monkeypatch.setattr("quire.runtime.guard.sign_of_life", lost)
+        monkeypatch.setattr(failures, "probe_device", lost)
+        monkeypatch.setattr("quire.runtime.guard.probe_device", lost)
         return lost()
 
     given(replace(STAND_INS, sample_filtered=break_down))
@@ -392,7 +392,7 @@ def test_a_capture_that_a_compiler_ends_leaves_its_steps_uncaptured(monkeypatch:
     monkeypatch.setattr(graphs, "capture_graph", capture)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(
-        graphs.DecodeGraphs, "_decode", lambda self, kind: graphs._Outputs(torch.zeros(kind[0], 5), None)
+        graphs.DecodeGraphs, "_decode", lambda self, kind: graphs._DecodeOutputs(torch.zeros(kind[0], 5), None)
     )
     decodes = graphs.DecodeGraphs(None, {}, type("Rows", (), {"device": CPU})(), ROW_OPS, 4)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=r"Steps of 1 rows could not be captured \(.*: no such instruction\)") as said:

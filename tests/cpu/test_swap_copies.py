@@ -1,6 +1,6 @@
 """Units on their way to the host: nobody waits for them but who needs them, and none gets lost or mixed up.
 
-A machine without a GPU can't be late, so the store's `Fetch` is a stand-in that arrives when the test says so. It
+A machine without a GPU can't be late, so the store's `HostCopy` is a stand-in that arrives when the test says so. It
 counts who waited. `tests/gpu/test_syncs.py` asks CUDA itself.
 """
 
@@ -45,12 +45,12 @@ class Late:
     def arrive(self) -> None:
         self._arrived = True
 
-    def is_there(self) -> bool:
+    def is_done(self) -> bool:
         self._asked += 1
         return self._arrived or (self.polls is not None and self._asked > self.polls)
 
     def wait(self) -> Tensor:
-        Late.num_waits += not self.is_there()
+        Late.num_waits += not self.is_done()
         self._arrived = True
         return self._tensor
 
@@ -58,7 +58,7 @@ class Late:
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     Late.all, Late.num_waits = [], 0
-    monkeypatch.setattr(store_module, "Fetch", Late)
+    monkeypatch.setattr(store_module, "HostCopy", Late)
 
 
 def make_store(**options: Any) -> CacheStore:

@@ -17,9 +17,9 @@ from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 from quire.kernels.expert_types import GatedActivation, Routing
 from quire.kernels.recurrent_types import ConvShape, RecurrentShape
 from quire.kernels.table import REFERENCE, Ops
-from quire.kernels.validation.expert_trials import ExpertsTrialShape, expert_rows
-from quire.kernels.validation.latent_trials import LatentTrialShape, latent_rows
-from quire.kernels.validation.recurrent_trials import MambaTrialShape, mamba_row, short_conv_row
+from quire.kernels.validation.expert_trials import ExpertsTrialShape, list_expert_trials
+from quire.kernels.validation.latent_trials import LatentTrialShape, list_latent_trials
+from quire.kernels.validation.recurrent_trials import MambaTrialShape, mamba_trial, short_conv_trial
 from quire.kernels.validation.trials import failure, settle_ops
 from quire.models.loading import loader
 from quire.models.loading.kernel_trials import Trials, select_kernels
@@ -265,7 +265,7 @@ def test_a_latent_that_is_not_written_is_missed() -> None:
     def forgets(q: Any, entry: Any, norm: Any, eps: float, angles: Angles, cache: Any, *rest: Any) -> Any:
         return write_latent(q, entry, norm, eps, angles, cache.clone(), *rest)
 
-    write, attention, products = latent_rows(LATENT, CPU)
+    write, attention, products = list_latent_trials(LATENT, CPU)
     assert not row_fails(STAND_INS, write) and not row_fails(STAND_INS, attention)
     assert row_fails(replace(STAND_INS, latent_write=forgets), write)
     for first in (True, False):  # a prompt or a decode alone
@@ -282,7 +282,7 @@ def test_a_latent_that_is_not_written_is_missed() -> None:
 
 
 def test_a_cache_in_fp8_has_no_second_path() -> None:
-    rows = latent_rows(replace(LATENT, cache_dtype=torch.float8_e4m3fn), CPU)
+    rows = list_latent_trials(replace(LATENT, cache_dtype=torch.float8_e4m3fn), CPU)
     for row, op in zip(rows[:2], ("latent_write", "latent_attention"), strict=True):  # products know nothing of it
         with pytest.raises(QuireError, match=row.name) as refused:
             settle_ops(replace(STAND_INS, **{op: fails}), [row], strict=False)
@@ -292,7 +292,7 @@ def test_a_cache_in_fp8_has_no_second_path() -> None:
 @pytest.mark.parametrize("shape", [GPT_OSS, DEEPSEEK, GEMMA4, QWEN3_NEXT, replace(GPT_OSS, scaled=True)],
                          ids=["gpt_oss", "deepseek", "gemma4", "qwen3_next", "fp8"])  # fmt: skip
 def test_routers_and_experts_that_forget_something(shape: ExpertsTrialShape) -> None:
-    router, experts = expert_rows(shape, CPU)
+    router, experts = list_expert_trials(shape, CPU)
     assert not row_fails(STAND_INS, router) and not row_fails(STAND_INS, experts)
 
     def other_routing(**change: Any) -> Ops:
@@ -346,7 +346,7 @@ def test_routers_and_experts_that_forget_something(shape: ExpertsTrialShape) -> 
 
 def test_a_mamba_that_forgets_something() -> None:
     shape = MambaTrialShape(RecurrentShape(2, 4, 8, 12, 4), 2, True, (0.0, float("inf")), torch.float32)
-    row = mamba_row(shape, CPU)
+    row = mamba_trial(shape, CPU)
     assert not row_fails(STAND_INS, row)
 
     def forgets(field: str, value: Any) -> Ops:
@@ -360,7 +360,7 @@ def test_a_mamba_that_forgets_something() -> None:
     assert row_fails(forgets("dt_high", 0.1), row) and row_fails(replace(STAND_INS, mamba2=keeps_state), row)
     assert row_fails(forgets("norm", None), row) and row_fails(forgets("gate_first", False), row)
     for changes in ({"norm": False}, {"gate_first": False}):
-        other = mamba_row(replace(shape, **changes), CPU)
+        other = mamba_trial(replace(shape, **changes), CPU)
         assert not row_fails(STAND_INS, other) and row_fails(forgets("gate_first", True), other) == (
             "norm" not in changes
         )
@@ -368,7 +368,7 @@ def test_a_mamba_that_forgets_something() -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_convolution_that_forgets_something(has_bias: bool) -> None:
-    row = short_conv_row(ConvShape(24, 3), has_bias, torch.float32, CPU)
+    row = short_conv_trial(ConvShape(24, 3), has_bias, torch.float32, CPU)
     assert not row_fails(STAND_INS, row)
 
     def without(change: Callable[..., Any]) -> Ops:
@@ -412,4 +412,4 @@ def test_a_trial_that_runs_out_of_memory_is_no_fault_of_the_kernels() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     ops = replace(STAND_INS, run_experts=too_much)
-    assert settle_ops(ops, expert_rows(GPT_OSS, CPU), strict=True) is ops
+    assert settle_ops(ops, list_expert_trials(GPT_OSS, CPU), strict=True) is ops

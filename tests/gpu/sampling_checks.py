@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.table import triton_sampling
-from quire.kernels.validation.failures import LateKernels
+from quire.kernels.validation.failures import LazyKernels
 from quire.sampling.edits import edit
-from quire.sampling.fused import EVERY, FusedSampling
+from quire.sampling.fused import ALL_KERNELS, FusedSampling
 from quire.sampling.logprobs import score
 from quire.sampling.noise import Noise, stream_key
 from quire.sampling.sampler import Sampler, processed_logits
@@ -25,7 +25,7 @@ from tests.gpu.where import Where
 
 EDGE = 1e-5
 CLOSE = 2e-4
-NOTHING = -torch.inf
+MINUS_INF = -torch.inf
 
 
 @dataclass
@@ -60,7 +60,7 @@ def kept_tokens(logits: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, min
     kept = distances < torch.inf
     k = torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
     kept &= distances <= distances.sort(1).values.gather(1, k - 1)
-    finite = logits > NOTHING
+    finite = logits > MINUS_INF
     wide = logits.double().masked_fill(~finite, 0)
     mean = wide.sum(1, keepdim=True) / finite.sum(1, keepdim=True)
     deviation = ((wide - mean).square() * finite).sum(1, keepdim=True).div(finite.sum(1, keepdim=True)).sqrt()
@@ -91,7 +91,7 @@ def check_choice(tokens: Tensor, logits: Tensor, keys: Tensor, positions: Tensor
     drawn = scores.gather(1, tokens[:, None])
     wrong = ~perhaps.gather(1, tokens[:, None])[:, 0]
     assert not wrong.any(), f"{what}: drew what is not kept in rows {wrong.nonzero()[:, 0].tolist()}"
-    gap = (scores.masked_fill(~surely, NOTHING).amax(1, keepdim=True) - drawn)[:, 0]
+    gap = (scores.masked_fill(~surely, MINUS_INF).amax(1, keepdim=True) - drawn)[:, 0]
     # A distance of thousands (tiny temperatures) has no finer steps than this in float32.
     assert (gap <= CLOSE + 1e-6 * distances.gather(1, tokens[:, None])[:, 0]).all(), (
         f"{what}: {gap.max()} below the best"
@@ -120,7 +120,7 @@ def random_logits(where: Where, count: int, vocab: int, dtype: torch.dtype) -> T
     logits = logits * spread
     logits = torch.where(kinds == 2, (logits * 2).round() / 2, logits)
     holes = (kinds == 3) & (torch.rand(count, vocab, device=where.device) < 0.9)
-    return logits.masked_fill_(holes, NOTHING).to(dtype)
+    return logits.masked_fill_(holes, MINUS_INF).to(dtype)
 
 
 def packed_mask(where: Where, count: int, vocab: int) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def check_filters(where: Where) -> None:
             asked = random_filters(where, count, vocab).tensors(where.device)
             words, allowed = packed_mask(where, count, vocab)
             logits[:, vocab - 2] = 1.0  # which the last row's mask allows
-            ways = ((None, logits), (words, logits.masked_fill(~allowed, NOTHING)))
+            ways = ((None, logits), (words, logits.masked_fill(~allowed, MINUS_INF)))
             for given, wanted in ways if where.large else ways[index : index + 1]:
                 alive = wanted.isfinite().any(1)
                 where.poison()
@@ -204,8 +204,8 @@ def check_filter_edges(where: Where) -> None:
         logits = where.normal(8, vocab)
         logits[1, vocab - 7] = torch.nan
         logits[2, 3] = torch.inf
-        logits[3] = NOTHING
-        logits[4] = NOTHING
+        logits[3] = MINUS_INF
+        logits[4] = MINUS_INF
         logits[4, vocab - 1] = -5.0
         logits[5] = 2.5
         logits[6] = torch.arange(vocab, device=where.device) % 2
@@ -243,12 +243,12 @@ def check_edits(where: Where) -> None:
             cases += [Case(resolved(**penalties), long[:9], long[9:] + long[:50]), Case(resolved(**penalties), long),
                       random_case(rng, vocab, "dry")]  # fmt: skip
             logits = where.normal(len(cases), vocab, dtype=dtype) * 4
-            logits[1, 5], logits[2, 7] = torch.nan, NOTHING
+            logits[1, 5], logits[2, 7] = torch.nan, MINUS_INF
             batch, histories = set_up(cases, vocab, rng, where.device)
             expected = edit(logits.float(), batch, histories)
             assert batch.edited is not None
             where.poison()
-            fused = FusedSampling(ops, Sampler(vocab, where.device)._choose, LateKernels(EVERY))
+            fused = FusedSampling(ops, Sampler(vocab, where.device)._choose, LazyKernels(ALL_KERNELS))
             copies, places = fused.edit(logits, batch, batch.edited, histories)
             assert places[0] == -1 and len(copies) < len(cases)
             samples = batch.edited.samples
@@ -269,7 +269,7 @@ def check_logprobs(where: Where) -> None:
         for dtype in where.dtypes if where.large else where.dtypes[index : index + 1]:
             logits = where.normal(count, vocab, dtype=dtype) * 3
             logits[count // 2] = (logits[count // 2] * 2).round() / 2  # ties
-            logits[0, : vocab - 7] = NOTHING
+            logits[0, : vocab - 7] = MINUS_INF
             tokens = torch.randint(0, vocab, (count,), device=where.device)
             tokens[0] = vocab - 1
             for num_top in (0, 1, 5, 20, 64) if where.large else (0, 3, 20):
@@ -303,7 +303,7 @@ def check_sampler(where: Where) -> None:
         words, _ = packed_mask(where, len(cases), vocab)
         words[:, ::2] = -1
         for mask in (None, words):
-            fused = Sampler(vocab, where.device, triton_sampling(), irreplaceable=EVERY).sample(
+            fused = Sampler(vocab, where.device, triton_sampling(), irreplaceable=ALL_KERNELS).sample(
                 logits, batch, histories, mask
             )
             plain = Sampler(vocab, where.device).sample(logits, batch, histories, mask)

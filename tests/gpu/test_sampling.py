@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.kernels.table import triton_sampling
-from quire.sampling.fused import EVERY
+from quire.sampling.fused import ALL_KERNELS
 from quire.sampling.sampler import Sampler
 from tests.cpu.sampling_cases import random_case, set_up
 from tests.gpu.sampling_checks import check_choice, random_filters, random_logits
@@ -57,7 +57,7 @@ def test_sampling_never_waits_for_the_device() -> None:
         case.params = replace(case.params, logprobs=5)
     batch, histories = set_up(cases, 32000, rng, "cuda")
     logits = torch.randn(len(cases), 32000, device="cuda", dtype=torch.bfloat16)
-    sampler = Sampler(32000, "cuda", triton_sampling(), irreplaceable=EVERY)
+    sampler = Sampler(32000, "cuda", triton_sampling(), irreplaceable=ALL_KERNELS)
     sampler.sample(logits, batch, histories)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -14,27 +14,27 @@ import torch
 from quire.kernels.expert_types import GatedActivation, Routing
 from quire.kernels.recurrent_types import ConvShape, RecurrentShape
 from quire.kernels.table import Ops, select_fixed_ops, select_ops, triton_rows, triton_sampling
-from quire.kernels.validation.expert_trials import ExpertsTrialShape, expert_rows
-from quire.kernels.validation.latent_trials import LatentTrialShape, latent_rows
+from quire.kernels.validation.expert_trials import ExpertsTrialShape, list_expert_trials
+from quire.kernels.validation.latent_trials import LatentTrialShape, list_latent_trials
 from quire.kernels.validation.recurrent_trials import (
     MambaTrialShape,
-    delta_net_row,
-    mamba_row,
-    short_conv_row,
+    delta_net_trial,
+    mamba_trial,
+    short_conv_trial,
 )
 from quire.kernels.validation.trials import (
+    KernelTrial,
     Product,
-    Row,
     TrialShape,
-    dense_rows,
+    dense_trials,
     failure,
-    gate_mul_row,
-    norm_add_row,
-    norm_row,
-    product_row,
+    gate_mul_trial,
+    norm_add_trial,
+    norm_trial,
+    product_trial,
 )
 from quire.runtime.row_trial import settle_row_ops
-from quire.sampling.fused import EVERY
+from quire.sampling.fused import ALL_KERNELS
 from quire.sampling.sampler import Sampler
 from quire.sampling.trial import settle_sampling
 from quire.types import CacheSpec
@@ -46,7 +46,7 @@ SQUARED = GatedActivation(alpha=1e30)
 GELU = GatedActivation(curve="gelu_tanh")
 
 
-def assert_pass(ops: Ops, rows: Iterable[Row], what: str) -> None:
+def assert_pass(ops: Ops, rows: Iterable[KernelTrial], what: str) -> None:
     tried = [(row.name, failure(ops, row)) for row in rows]
     failed = [(name, repr(error)) for name, error in tried if error is not None]
     assert not failed, f"{what}: {failed}"
@@ -62,14 +62,14 @@ def check_dense(where: Where) -> None:
                 shape = replace(shape, sinks=True)
             else:
                 shape = replace(shape, softcap=20.0, qk_dtype=torch.float32)
-            assert_pass(select_ops("cuda"), dense_rows(shape, device), f"{dtype}, window {window}")
+            assert_pass(select_ops("cuda"), dense_trials(shape, device), f"{dtype}, window {window}")
         width = 4096 if where.large else 64
         out = Product(width, width, dtype, residual=True, bias=True)
-        rows = [product_row(out, device), norm_row(width, dtype, torch.float32, device)]
+        rows = [product_trial(out, device), norm_trial(width, dtype, torch.float32, device)]
         assert_pass(select_ops("cuda"), rows, f"{dtype}, alone")
     dtype = where.dtypes[-1]
-    rows = [norm_add_row(width, dtype, torch.float32, device), gate_mul_row(width, "gelu_tanh", dtype, device)]
-    rows += [product_row(Product(width, 2 * width, dtype, torch.float32, gate="gelu_tanh"), device)]
+    rows = [norm_add_trial(width, dtype, torch.float32, device), gate_mul_trial(width, "gelu_tanh", dtype, device)]
+    rows += [product_trial(Product(width, 2 * width, dtype, torch.float32, gate="gelu_tanh"), device)]
     assert_pass(select_ops("cuda"), rows, f"{dtype}, a block of Gemma's")
 
 
@@ -101,7 +101,7 @@ def _mixtures(where: Where) -> list[ExpertsTrialShape]:
 def check_experts(where: Where) -> None:
     for shape in _mixtures(where):
         for ops in (select_ops("cuda"), select_fixed_ops("cuda")):
-            assert_pass(ops, expert_rows(shape, torch.device(where.device)), str(shape))
+            assert_pass(ops, list_expert_trials(shape, torch.device(where.device)), str(shape))
 
 
 def check_latents(where: Where) -> None:
@@ -113,7 +113,7 @@ def check_latents(where: Where) -> None:
             for cache_dtype in caches:
                 shape = LatentTrialShape(heads, rank, rope_dim, page, dtype, cache_dtype, 512, nope_dim, q_rank,
                                          interleaved=q_rank is None)  # fmt: skip
-                assert_pass(select_ops("cuda"), latent_rows(shape, device), str(shape))
+                assert_pass(select_ops("cuda"), list_latent_trials(shape, device), str(shape))
 
 
 def check_recurrent(where: Where) -> None:
@@ -123,8 +123,8 @@ def check_recurrent(where: Where) -> None:
         for ops in (select_ops("cuda"), select_fixed_ops("cuda")) if where.large else (select_ops("cuda"),):
             for has_bias in (True, False) if where.large else (dtype == torch.float32,):
                 mamba = MambaTrialShape(state, 1, has_bias, (0.0, float("inf")), dtype)
-                short = short_conv_row(ConvShape(2048 if where.large else 40, 3), has_bias, dtype, device)
-                assert_pass(ops, [delta_net_row(state, dtype, device), mamba_row(mamba, device), short], str(mamba))
+                short = short_conv_trial(ConvShape(2048 if where.large else 40, 3), has_bias, dtype, device)
+                assert_pass(ops, [delta_net_trial(state, dtype, device), mamba_trial(mamba, device), short], str(mamba))
 
 
 def check_sampling(where: Where) -> None:
@@ -154,7 +154,7 @@ def check_late_kernels(where: Where) -> None:
     broken = {"sample_filtered": "filtered sampling", "copy_samples": "logit edits", "apply_penalties": "logit edits",
               "add_bias": "logit edits", "score_rows": "logprobs"}  # fmt: skip
     for name, said in broken.items():
-        sampler = Sampler(vocab, where.device, replace(ops, **{name: _refused}), irreplaceable=EVERY - {said})
+        sampler = Sampler(vocab, where.device, replace(ops, **{name: _refused}), irreplaceable=ALL_KERNELS - {said})
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for _ in range(2 if where.large else 1):

@@ -19,7 +19,7 @@ from quire.kernels.validation.trials import (
     FEW_TOKENS,
     FP8_TOLERANCE,
     TOLERANCE,
-    Row,
+    KernelTrial,
     compare,
     finish_writes,
     normal,
@@ -48,11 +48,11 @@ class ExpertsTrialShape:
     scaled: bool = False  # whether experts are FP8 with scales
 
 
-def expert_rows(shape: ExpertsTrialShape, device: torch.device) -> list[Row]:
+def list_expert_trials(shape: ExpertsTrialShape, device: torch.device) -> list[KernelTrial]:
     route = reference_for(norm_route=reference_route, captured=True)
     return [
-        Row("router", lambda ops: try_router(ops, shape, device), route),
-        Row(
+        KernelTrial("router", lambda ops: try_router(ops, shape, device), route),
+        KernelTrial(
             "FP8 experts" if shape.scaled else "experts",
             lambda ops: try_experts(ops, shape, device),
             None if shape.scaled else reference_for("run_experts"),

@@ -2,7 +2,7 @@
 
 Out of memory is not the kernel's fault and is re-raised; a lost device ends the engine; any other error makes the
 kernel unusable, so that a fallback replaces it or the start is refused. Called by trials before a model is built, by
-the sampler when a request needs a kernel for the first time (`LateKernels`), and by the runtime guard when a step
+the sampler when a request needs a kernel for the first time (`LazyKernels`), and by the runtime guard when a step
 fails.
 """
 
@@ -20,7 +20,7 @@ from quire.types import QuireError, is_out_of_memory
 Result = TypeVar("Result")
 
 
-def sign_of_life(device: torch.device) -> None:
+def probe_device(device: torch.device) -> None:
     """Raises if the device is lost: after an illegal access or a failed launch every CUDA synchronization returns that
     error until the process ends."""
     if device.type == "cuda":
@@ -34,7 +34,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1 if re.match(r'at [0-9]+:[0-9]+:', lines[0]) else 0].strip()}"
 
 
-def give_way(
+def report_unusable(
     name: str,
     why: str,
     *,
@@ -49,7 +49,7 @@ def give_way(
     warnings.warn(f"{line}; {instead}.", stacklevel=3)
 
 
-class LateKernels:
+class LazyKernels:
     """Kernels that are compiled on first use, because only some requests need them.
 
     A kernel that fails then is not tried again: a warning is logged once and the caller falls back. A kernel in
@@ -57,31 +57,31 @@ class LateKernels:
 
     def __init__(self, irreplaceable: Container[str] = ()):
         self._irreplaceable = irreplaceable
-        self._given_up: dict[str, str] = {}  # kernel name -> reason
+        self._unusable: dict[str, str] = {}  # kernel name -> reason
 
     def attempt(self, name: str, device: torch.device, launch: Callable[[], Result]) -> Result | None:
         """Returns the result of `launch`, or None if the caller must fall back. Must not be called while a CUDA graph
         is captured, because it may synchronize."""
         refuse = name in self._irreplaceable
-        if name not in self._given_up:
+        if name not in self._unusable:
             try:
                 return launch()
             except Exception as error:  # compilers and drivers raise errors of any type
-                _check_kernels_own(error, device)
-                self._given_up[name] = reason(error)
+                _reraise_foreign(error, device)
+                self._unusable[name] = reason(error)
             if not refuse:
-                give_way(name, self._given_up[name], refuse=False)
+                report_unusable(name, self._unusable[name], refuse=False)
         if refuse:
             hint = "Ask for less of the sampler, or leave strict_kernels and deterministic out."
-            give_way(name, self._given_up[name], refuse=True, hint=hint)
+            report_unusable(name, self._unusable[name], refuse=True, hint=hint)
         return None
 
 
-def _check_kernels_own(error: Exception, device: torch.device) -> None:
+def _reraise_foreign(error: Exception, device: torch.device) -> None:
     """Re-raises errors that are not the kernel's own: out of memory and a lost device."""
     if is_out_of_memory(error):
         raise error
     try:
-        sign_of_life(device)
+        probe_device(device)
     except Exception:
         raise error from None

@@ -45,7 +45,7 @@ def settle_row(
             findings.attempt(lambda: attempt(faster))
             return faster
         except Exception as error:  # compilers, drivers and kernels raise errors of any type
-            findings.doubt()
+            findings.forbid_note()
             if is_out_of_memory(error):  # not the kernel's fault; the next allocation of the start reports it
                 return ops
             cause, why = error, reason(error)

@@ -17,14 +17,14 @@ from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import (
     FEW_TOKENS,
     NUM_TOKENS,
-    Row,
+    KernelTrial,
     compare,
     contiguous,
     finish_writes,
     is_fp8,
     normal,
     reference_for,
-    turning,
+    rope_frequencies,
 )
 
 NAME = "latent kernel for many heads"
@@ -48,7 +48,7 @@ class LatentTrialShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowLengths:
     """The rows of a trial step."""
 
     counts: tuple[int, ...]  # tokens computed per row
@@ -56,10 +56,14 @@ class Rows:
 
 
 LENS = (1, 64, 65, 300)
-MANY: Sequence[Rows] = (Rows((1,) * 32, LENS * 8), Rows((1, 20, 9, 1), LENS))  # a large decode step and a mixed step
-ONE_REQUEST: Sequence[Rows] = (
-    Rows((NUM_TOKENS,), (NUM_TOKENS,)),
-    Rows((1,), (NUM_TOKENS,)),
+# A large decode step and a mixed step.
+MANY: Sequence[RowLengths] = (
+    RowLengths((1,) * 32, LENS * 8),
+    RowLengths((1, 20, 9, 1), LENS),
+)
+ONE_REQUEST: Sequence[RowLengths] = (
+    RowLengths((NUM_TOKENS,), (NUM_TOKENS,)),
+    RowLengths((1,), (NUM_TOKENS,)),
 )  # the steps of a first request: prefill, then decode
 
 
@@ -87,16 +91,18 @@ def settle_latent(
     )
 
 
-def latent_rows(shape: LatentTrialShape, device: torch.device) -> list[Row]:
+def list_latent_trials(shape: LatentTrialShape, device: torch.device) -> list[KernelTrial]:
     """Returns the trials of a latent attention layer: cache write, attention, and the per-head projections."""
     fp8 = is_fp8(shape.cache_dtype)
     write = reference_for("plan_angles", latent_write=contiguous(REFERENCE.latent_write))
     attend = reference_for("plan_attention", "paged_attention", "latent_attention")
     products = reference_for("head_product", captured=True)
     return [
-        Row("latent write", lambda ops: try_write(ops, shape, device), None if fp8 else write),
-        Row("latent attention", lambda ops: try_latent(ops, shape, device, ONE_REQUEST), None if fp8 else attend),
-        Row("products by head", lambda ops: try_products(ops, shape, device), products),
+        KernelTrial("latent write", lambda ops: try_write(ops, shape, device), None if fp8 else write),
+        KernelTrial(
+            "latent attention", lambda ops: try_latent(ops, shape, device, ONE_REQUEST), None if fp8 else attend
+        ),
+        KernelTrial("products by head", lambda ops: try_products(ops, shape, device), products),
     ]
 
 
@@ -116,7 +122,7 @@ def try_write(ops: Ops, shape: LatentTrialShape, device: torch.device) -> None:
     boundary = (1 + FEW_TOKENS // shape.page_tokens) * shape.page_tokens
     slots = boundary - FEW_TOKENS // 2 + torch.arange(FEW_TOKENS, device=device)
     size = (2 + -(-NUM_TOKENS // shape.page_tokens), shape.page_tokens, 1, entry_width)
-    frequencies = turning(shape.rope_dim, device)
+    frequencies = rope_frequencies(shape.rope_dim, device)
 
     def run(table: Ops, cache_dtype: torch.dtype) -> tuple[Tensor, ...]:
         cache = torch.zeros(size, dtype=cache_dtype, device=device)
@@ -140,18 +146,18 @@ def try_products(ops: Ops, shape: LatentTrialShape, device: torch.device) -> Non
             compare(ops.head_product(x, weight), partial(torch.bmm, x, weight), shape.dtype)
 
 
-def try_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, steps: Sequence[Rows] = MANY) -> None:
+def try_latent(ops: Ops, shape: LatentTrialShape, device: torch.device, steps: Sequence[RowLengths] = MANY) -> None:
     """Compares attention over these steps with the reference; decode steps use a permanent page table, as captured
     steps do. Raises if they disagree."""
     for rows in steps:
-        step = _Step.make(shape, device, rows)
+        step = _LatentStep.make(shape, device, rows)
         compare(step.run(ops, decode=ops.captures and max(rows.counts) == 1), step.run_reference, shape.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _LatentStep:
     shape: LatentTrialShape
-    rows: Rows
+    rows: RowLengths
     q_latent: Tensor  # [heads, tokens, rank]
     q_rope: Tensor  # [tokens, heads, rope_dim]
     cache: Tensor  # [pages, page_tokens, 1, rank + rope_dim]
@@ -159,7 +165,7 @@ class _Step:
     positions: Tensor
 
     @classmethod
-    def make(cls, shape: LatentTrialShape, device: torch.device, rows: Rows) -> _Step:
+    def make(cls, shape: LatentTrialShape, device: torch.device, rows: RowLengths) -> _LatentStep:
         page = shape.page_tokens
         need = [-(-length // page) for length in rows.lens]
         table = torch.zeros(len(rows.lens), max(max(need), -(-shape.max_len // page) + 1), dtype=torch.int32)

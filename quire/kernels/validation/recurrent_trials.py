@@ -16,7 +16,7 @@ from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, 
 from quire.kernels.table import REFERENCE, Ops
 from quire.kernels.validation.hopper_trial import runs_on_hopper, settle_row
 from quire.kernels.validation.trial_results import Findings
-from quire.kernels.validation.trials import NUM_TOKENS, Row, compare, finish_writes, reference_for
+from quire.kernels.validation.trials import NUM_TOKENS, KernelTrial, compare, finish_writes, reference_for
 
 NAME = "delta net's walk for Hopper"
 CHANNEL_NAME = "Kimi delta net's walk for Hopper"
@@ -140,24 +140,26 @@ class MambaTrialShape:
 
 
 # All kinds of layers share `plan_recurrent`, so all of them fall back together.
-_give_up = reference_for("plan_recurrent", "gated_delta_net", "channel_delta_net", "mamba2", "short_conv")
+_fallback = reference_for("plan_recurrent", "gated_delta_net", "channel_delta_net", "mamba2", "short_conv")
 
 
-def delta_net_row(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Row:
-    return Row("delta net", lambda ops: try_delta_net(ops, shape, dtype, device, ONE_REQUEST), _give_up)
+def delta_net_trial(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> KernelTrial:
+    return KernelTrial("delta net", lambda ops: try_delta_net(ops, shape, dtype, device, ONE_REQUEST), _fallback)
 
 
-def channel_delta_row(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> Row:
-    return Row("Kimi delta net", lambda ops: try_channel_delta(ops, shape, dtype, device, ONE_REQUEST), _give_up)
+def channel_delta_trial(shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> KernelTrial:
+    return KernelTrial(
+        "Kimi delta net", lambda ops: try_channel_delta(ops, shape, dtype, device, ONE_REQUEST), _fallback
+    )
 
 
-def mamba_row(shape: MambaTrialShape, device: torch.device) -> Row:
-    return Row("Mamba2", lambda ops: try_mamba(ops, shape, device, ONE_REQUEST), _give_up)
+def mamba_trial(shape: MambaTrialShape, device: torch.device) -> KernelTrial:
+    return KernelTrial("Mamba2", lambda ops: try_mamba(ops, shape, device, ONE_REQUEST), _fallback)
 
 
-def short_conv_row(shape: ConvShape, has_bias: bool, dtype: torch.dtype, device: torch.device) -> Row:
-    return Row(
-        "short convolution", lambda ops: try_short_conv(ops, shape, has_bias, dtype, device, ONE_REQUEST), _give_up
+def short_conv_trial(shape: ConvShape, has_bias: bool, dtype: torch.dtype, device: torch.device) -> KernelTrial:
+    return KernelTrial(
+        "short convolution", lambda ops: try_short_conv(ops, shape, has_bias, dtype, device, ONE_REQUEST), _fallback
     )
 
 
@@ -167,7 +169,7 @@ def try_delta_net(
     """Compares outputs and states over these steps with the reference; raises if they disagree."""
     weights, wide = _delta_weights(shape, shape.num_heads, dtype, device)
     inputs = shape.channels + shape.values + 2 * shape.num_heads
-    _follow(ops, lambda table: table.gated_delta_net, weights, wide, inputs, shape, dtype, device, steps)
+    _compare_steps(ops, lambda table: table.gated_delta_net, weights, wide, inputs, shape, dtype, device, steps)
 
 
 def try_channel_delta(
@@ -176,7 +178,7 @@ def try_channel_delta(
     """Compares Kimi Delta Attention with the reference as `try_delta_net` does."""
     weights, wide = _delta_weights(shape, shape.keys, dtype, device)
     inputs = shape.channels + shape.num_heads + shape.keys + shape.values
-    _follow(
+    _compare_steps(
         ops, lambda table: of_one_tensor(table.channel_delta_net), weights, wide, inputs, shape, dtype, device, steps
     )
 
@@ -211,7 +213,7 @@ def try_mamba(ops: Ops, shape: MambaTrialShape, device: torch.device, steps: Ste
     norm = None if weights.norm is None else weights.norm.float()
     wide = replace(weights, conv=weights.conv.float(), conv_bias=bias, norm=norm)
     inputs = state.values + state.channels + heads
-    _follow(ops, lambda table: table.mamba2, weights, wide, inputs, state, dtype, device, steps)
+    _compare_steps(ops, lambda table: table.mamba2, weights, wide, inputs, state, dtype, device, steps)
 
 
 def try_short_conv(
@@ -220,10 +222,10 @@ def try_short_conv(
     """Compares the short convolution with the reference as `try_delta_net` does."""
     weights = ConvWeights(_taps(shape, dtype, device), _draw(device, shape.channels).to(dtype) if has_bias else None)
     wide = ConvWeights(weights.conv.float(), None if weights.bias is None else weights.bias.float())
-    _follow(ops, lambda table: table.short_conv, weights, wide, 3 * shape.channels, shape, dtype, device, steps)
+    _compare_steps(ops, lambda table: table.short_conv, weights, wide, 3 * shape.channels, shape, dtype, device, steps)
 
 
-def _follow(
+def _compare_steps(
     ops: Ops,
     op: Callable[[Ops], Callable[..., Tensor]],
     weights: Any,

@@ -32,7 +32,7 @@ class Findings:
         try:
             trial()
         except Exception:
-            self.doubt()
+            self.forbid_note()
             raise
 
     def error_of(self, trial: Callable[[], None]) -> Exception | None:
@@ -51,11 +51,11 @@ class Findings:
             return self._noted[name]
         answer = measure()
         if answer is None:
-            self.doubt()
+            self.forbid_note()
         else:
             self._decided[name] = answer
         return bool(answer)
 
-    def doubt(self) -> None:
+    def forbid_note(self) -> None:
         """Prevents a note, so that the next start runs its trials again."""
         self._is_sure = False

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.kernels.activations import Curve
 from quire.kernels.table import REFERENCE, Ops
-from quire.kernels.validation.failures import give_way, reason
+from quire.kernels.validation.failures import reason, report_unusable
 from quire.kernels.validation.trial_results import Findings
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -31,28 +31,28 @@ FEW_TOKENS = 16  # tokens of trials that run the kernels for small batches, whic
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KernelTrial:
     """One trial: ops that are tried together and replaced together."""
 
     name: str
     attempt: Callable[[Ops], None]  # runs the trial; raises if it fails
-    give_up: Callable[[Ops], Ops] | None  # returns the table with the fallback in place; None: there is no fallback
+    fallback: Callable[[Ops], Ops] | None  # returns the table with the fallback in place; None: there is no fallback
 
 
-def settle_ops(ops: Ops, rows: Iterable[Row], *, strict: bool, findings: Findings | None = None) -> Ops:
+def settle_ops(ops: Ops, rows: Iterable[KernelTrial], *, strict: bool, findings: Findings | None = None) -> Ops:
     """Returns the table with a fallback for each failed trial, and warns about each; `strict`: raise `kernel_failed`
     instead."""
     findings = findings or Findings()
     for row in rows:
         error = failure(ops, row, findings)
         if error is not None:
-            give_way(row.name, reason(error), refuse=strict or row.give_up is None)
-            assert row.give_up is not None
-            ops = row.give_up(ops)
+            report_unusable(row.name, reason(error), refuse=strict or row.fallback is None)
+            assert row.fallback is not None
+            ops = row.fallback(ops)
     return ops
 
 
-def failure(ops: Ops, row: Row, findings: Findings | None = None) -> Exception | None:
+def failure(ops: Ops, row: KernelTrial, findings: Findings | None = None) -> Exception | None:
     return (findings or Findings()).error_of(lambda: row.attempt(ops))
 
 
@@ -83,13 +83,13 @@ def reference_route(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 # Norms and products
 
 
-def norm_row(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> Row:
+def norm_trial(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> KernelTrial:
     def attempt(ops: Ops) -> None:
         x, weight = normal(device, dtype, NUM_TOKENS, width), normal(device, weight_dtype, width)
         finish_writes(device)
         compare(ops.rms_norm(x, weight, 1e-6), lambda: _plain_norm(x, weight), dtype)
 
-    return Row("norm", attempt, _without_norm)
+    return KernelTrial("norm", attempt, _without_norm)
 
 
 def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _without_norm(ops: Ops) -> Ops:
     return replace(ops, rms_norm=REFERENCE.rms_norm, norm_route=reference_route, fused_linear=None)
 
 
-def norm_add_row(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> Row:
+def norm_add_trial(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> KernelTrial:
     def attempt(ops: Ops) -> None:
         if ops.norm_add is None:
             return
@@ -111,16 +111,16 @@ def norm_add_row(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, devi
         finish_writes(device)
         compare(ops.norm_add(x, weight, 1e-6, stream, 0.5), lambda: before + 0.5 * _plain_norm(x, weight), dtype)
 
-    return Row("norm of what is added", attempt, lambda ops: replace(ops, norm_add=None))
+    return KernelTrial("norm of what is added", attempt, lambda ops: replace(ops, norm_add=None))
 
 
-def gate_mul_row(inner_width: int, curve: Curve, dtype: torch.dtype, device: torch.device) -> Row:
+def gate_mul_trial(inner_width: int, curve: Curve, dtype: torch.dtype, device: torch.device) -> KernelTrial:
     def attempt(ops: Ops) -> None:
         x = normal(device, dtype, NUM_TOKENS, 2 * inner_width)
         finish_writes(device)
         compare(ops.gate_mul(x, curve), lambda: REFERENCE.gate_mul(x, curve), dtype)
 
-    return Row("gate_mul", attempt, reference_for("gate_mul", captured=True))
+    return KernelTrial("gate_mul", attempt, reference_for("gate_mul", captured=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ class Product:
     residual: bool = False
 
 
-def product_row(product: Product, device: torch.device) -> Row:
-    return Row("fused product", lambda ops: _try_product(ops, product, device), _without_fused)
+def product_trial(product: Product, device: torch.device) -> KernelTrial:
+    return KernelTrial("fused product", lambda ops: _try_product(ops, product, device), _without_fused)
 
 
 def _without_fused(ops: Ops) -> Ops:
@@ -192,29 +192,31 @@ class TrialShape:
     sinks: bool = False
 
 
-def dense_rows(shape: TrialShape, device: torch.device) -> list[Row]:
+def dense_trials(shape: TrialShape, device: torch.device) -> list[KernelTrial]:
     """Returns the trials of a dense model whose widths follow from its attention shape."""
     width, dtype = shape.num_heads * shape.head_dim, shape.dtype
     inner_width = 3 * width
     return [
-        norm_row(width, dtype, dtype, device),
-        gate_mul_row(inner_width, "silu", dtype, device),
-        rope_row(shape, device),
-        attention_row(shape, device),
-        product_row(Product(width, 2 * inner_width, dtype, norm_dtype=dtype, gate="silu"), device),
+        norm_trial(width, dtype, dtype, device),
+        gate_mul_trial(inner_width, "silu", dtype, device),
+        rope_trial(shape, device),
+        attention_trial(shape, device),
+        product_trial(Product(width, 2 * inner_width, dtype, norm_dtype=dtype, gate="silu"), device),
     ]
 
 
-def rope_row(shape: TrialShape, device: torch.device) -> Row:
-    give_up = reference_for("plan_angles", qk_norm_rope_write=contiguous(REFERENCE.qk_norm_rope_write))
-    return Row("rope", lambda ops: _try_rope(ops, shape, device), None if is_fp8(shape.cache_dtype) else give_up)
+def rope_trial(shape: TrialShape, device: torch.device) -> KernelTrial:
+    fallback = reference_for("plan_angles", qk_norm_rope_write=contiguous(REFERENCE.qk_norm_rope_write))
+    return KernelTrial(
+        "rope", lambda ops: _try_rope(ops, shape, device), None if is_fp8(shape.cache_dtype) else fallback
+    )
 
 
-def attention_row(shape: TrialShape, device: torch.device) -> Row:
+def attention_trial(shape: TrialShape, device: torch.device) -> KernelTrial:
     # Latent attention takes the same plan, so it falls back as well.
     rows = ("plan_attention", "paged_attention", "latent_attention")
-    give_up = None if is_fp8(shape.cache_dtype) else reference_for(*rows)
-    return Row("attention", lambda ops: try_attention(ops, shape, device), give_up)
+    fallback = None if is_fp8(shape.cache_dtype) else reference_for(*rows)
+    return KernelTrial("attention", lambda ops: try_attention(ops, shape, device), fallback)
 
 
 def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
@@ -223,7 +225,7 @@ def _try_rope(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     weight_dtype = shape.qk_dtype or shape.dtype
     q_weight, k_weight = (normal(device, weight_dtype, shape.head_dim) if shape.qk_norm else None for _ in range(2))
     positions = torch.arange(FEW_TOKENS, device=device) + NUM_TOKENS
-    frequencies = turning(shape.head_dim, device)
+    frequencies = rope_frequencies(shape.head_dim, device)
     boundary = (1 + FEW_TOKENS // shape.page_tokens) * shape.page_tokens
     slots = boundary - FEW_TOKENS // 2 + torch.arange(FEW_TOKENS, device=device)  # across a page boundary
 
@@ -273,7 +275,7 @@ def normal(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
     return torch.randn(size, device=device).to(dtype)
 
 
-def turning(dim: int, device: torch.device) -> Tensor:
+def rope_frequencies(dim: int, device: torch.device) -> Tensor:
     """Returns rope frequencies, [dim / 2]."""
     return 1.0 / 10000.0 ** (torch.arange(0, dim, 2, device=device) / dim)
 
@@ -303,8 +305,8 @@ def compare(
         return
     # A library would spend a second on planning and compiling attention for a shape that is used once.
     with sdpa_kernel(SDPBackend.MATH):
-        told = expected() if callable(expected) else expected
-    for part, true in zip(parts, told if isinstance(told, tuple) else (told,), strict=True):
+        reference = expected() if callable(expected) else expected
+    for part, true in zip(parts, reference if isinstance(reference, tuple) else (reference,), strict=True):
         _compare_part(part, true, limit or (FP8_TOLERANCE if is_fp8(part.dtype) else TOLERANCE[dtype]))
 
 

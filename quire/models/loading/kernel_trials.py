@@ -17,36 +17,36 @@ from torch import Tensor, nn
 
 from quire.kernels.activations import Curve
 from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops
-from quire.kernels.validation.expert_trials import ExpertsTrialShape, expert_rows
+from quire.kernels.validation.expert_trials import ExpertsTrialShape, list_expert_trials
 from quire.kernels.validation.gated_trial import GatedTrialShape, settle_gated
-from quire.kernels.validation.latent_trials import LatentTrialShape, latent_rows, settle_latent
+from quire.kernels.validation.latent_trials import LatentTrialShape, list_latent_trials, settle_latent
 from quire.kernels.validation.prefill_trial import settle_prompts
 from quire.kernels.validation.recurrent_trials import (
     MambaTrialShape,
-    channel_delta_row,
-    delta_net_row,
-    mamba_row,
+    channel_delta_trial,
+    delta_net_trial,
+    mamba_trial,
     settle_channel_delta,
     settle_delta_net,
     settle_mamba,
-    short_conv_row,
+    short_conv_trial,
 )
 from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import (
     FEW_TOKENS,
     FP8_TOLERANCE,
+    KernelTrial,
     Product,
-    Row,
     TrialShape,
-    attention_row,
+    attention_trial,
     compare,
     finish_writes,
-    gate_mul_row,
-    norm_add_row,
-    norm_row,
+    gate_mul_trial,
+    norm_add_trial,
+    norm_trial,
     normal,
-    product_row,
-    rope_row,
+    product_trial,
+    rope_trial,
     settle_ops,
 )
 from quire.layers.attention import AttentionShape
@@ -78,28 +78,28 @@ class Trials:
     device: torch.device
     max_len: int  # maximum tokens in a row; determines the width of page tables
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[KernelTrial]:
         """Yields a trial for each op that the first request launches."""
         if isinstance(self.model, FallbackModel):  # the rest of a transformers model runs in torch
             for shape in self.attention():
-                yield attention_row(shape, self.device)
+                yield attention_trial(shape, self.device)
             return
         yield from self._norms_and_products()
         for shape in self.attention():
-            yield rope_row(shape, self.device)
-            yield attention_row(shape, self.device)
+            yield rope_trial(shape, self.device)
+            yield attention_trial(shape, self.device)
         if (latent := self.latent()) is not None:
-            yield from latent_rows(latent, self.device)
+            yield from list_latent_trials(latent, self.device)
         if (net := self.delta_net()) is not None:
-            yield delta_net_row(net.shape, self.dtype, self.device)
+            yield delta_net_trial(net.shape, self.dtype, self.device)
         if (by_channel := self.channel_delta()) is not None:
-            yield channel_delta_row(by_channel.shape, self.dtype, self.device)
+            yield channel_delta_trial(by_channel.shape, self.dtype, self.device)
         if (mamba := self.mamba()) is not None:
-            yield mamba_row(mamba, self.device)
+            yield mamba_trial(mamba, self.device)
         if (short := self._first(ShortConv)) is not None:
-            yield short_conv_row(short.shape, short.conv_bias is not None, self.dtype, self.device)
+            yield short_conv_trial(short.shape, short.conv_bias is not None, self.dtype, self.device)
         if (mixture := self._mixture()) is not None:
-            yield from expert_rows(mixture, self.device)
+            yield from list_expert_trials(mixture, self.device)
 
     def attention(self) -> list[TrialShape]:
         """Returns one shape per cache group whose layers attend to keys and values."""
@@ -148,28 +148,30 @@ class Trials:
         largest = max(plain, key=lambda each: each.gate_up.in_features * each.gate_up.out_features)
         return GatedTrialShape(largest.gate_up.in_features, largest.gate_up.out_features, self.dtype, largest.curve)
 
-    def _norms_and_products(self) -> Iterator[Row]:
+    def _norms_and_products(self) -> Iterator[KernelTrial]:
         own = getattr(self.model, "norm", None)
         norm = own if isinstance(own, RMSNorm) else self._first(RMSNorm)
         if norm is not None:
-            yield norm_row(norm.weight.shape[0], self.dtype, norm.weight.dtype, self.device)
+            yield norm_trial(norm.weight.shape[0], self.dtype, norm.weight.dtype, self.device)
         joins = (each.norm for each in self._modules() if isinstance(each, ResidualJoin))
         if (added := next((each for each in joins if isinstance(each, RMSNorm)), None)) is not None:
-            yield norm_add_row(added.weight.shape[0], self.dtype, added.weight.dtype, self.device)
+            yield norm_add_trial(added.weight.shape[0], self.dtype, added.weight.dtype, self.device)
         product = self._product()
         if product is not None:
             if product.gate is not None:
-                yield gate_mul_row(product.out_features // 2, product.gate, self.dtype, self.device)
-            yield product_row(product, self.device)
+                yield gate_mul_trial(product.out_features // 2, product.gate, self.dtype, self.device)
+            yield product_trial(product, self.device)
         scaled = next(
             (each for each in self._modules() if isinstance(each, Linear) and isinstance(each.scheme, Fp8)), None
         )
         if scaled is not None:  # no other kernel reads FP8 weights, so there is no reference to fall back to
-            yield Row("FP8 product", lambda ops: self._try_scaled(scaled, None), None)
+            yield KernelTrial("FP8 product", lambda ops: self._try_scaled(scaled, None), None)
         blocks = (each for each in self._modules() if isinstance(each, SharedExpert | GatedMLP))
         gated = next((each for each in blocks if isinstance(each.gate_up.scheme, Fp8)), None)
         if gated is not None:
-            yield Row("FP8 product with its gate", lambda ops: self._try_scaled(gated.gate_up, gated.curve), None)
+            yield KernelTrial(
+                "FP8 product with its gate", lambda ops: self._try_scaled(gated.gate_up, gated.curve), None
+            )
 
     def _try_scaled(self, like: Linear, gate: Curve | None) -> None:
         """Compares an FP8 product of many rows and of one, with the norm before it, to plain torch. Raises if they

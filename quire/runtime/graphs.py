@@ -127,8 +127,9 @@ class DecodeGraphs:
         return self._graphs[kind]
 
 
-def decode_rows(model: Model, caches: Mapping[str, Tensor], device_rows: DeviceRows, ops: RowOps, rows: Tensor,
-                choose: bool) -> _DecodeOutputs:  # fmt: skip
+def decode_rows(
+    model: Model, caches: Mapping[str, Tensor], device_rows: DeviceRows, ops: RowOps, rows: Tensor, choose: bool
+) -> _DecodeOutputs:
     """Decodes one token of each of `rows` [n] int64, with inputs from device memory only; with `choose` it also samples
     the next token."""
     decode = device_rows.gather_decode(rows, ops)
@@ -140,8 +141,9 @@ def decode_rows(model: Model, caches: Mapping[str, Tensor], device_rows: DeviceR
     return _DecodeOutputs(logits, chosen)
 
 
-def choose_tokens(ops: RowOps, logits: Tensor, keys: Tensor, lengths: Tensor, scales: Tensor,
-           append_to: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # fmt: skip
+def choose_tokens(
+    ops: RowOps, logits: Tensor, keys: Tensor, lengths: Tensor, scales: Tensor, append_to: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
     """Samples a token for each row of `logits` [n, vocab], greedy or by temperature, and appends it to its device row.
     Returns tokens and bad flags in one tensor of [9 * n] bytes, so that one copy takes them to the host."""
     size = len(logits)

@@ -23,8 +23,13 @@ from quire.types import Plan, QuireError, StepOutput, is_out_of_memory
 class GuardedWorkers:
     """Implements `Workers` by delegation to inner workers, with errors translated."""
 
-    def __init__(self, inner: Workers, device: torch.device, probe: Callable[[], None] | None = None,
-                 on_failure: Callable[[], None] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        inner: Workers,
+        device: torch.device,
+        probe: Callable[[], None] | None = None,
+        on_failure: Callable[[], None] | None = None,
+    ):
         """`probe` raises if the device is lost; by default a CUDA synchronization. `on_failure` is called after any
         failure other than out of memory, which may come from a kernel whose trial is noted as passed."""
         self._inner = inner

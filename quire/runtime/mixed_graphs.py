@@ -69,9 +69,17 @@ class _MixedGraph:
 
 
 class MixedGraphs:
-    def __init__(self, model: Model, caches: Mapping[str, Tensor], rows: DeviceRows, ops: RowOps,
-                 captured_work: Callable[[int, int, int], Any], max_rows: int, pool: CapturePool,
-                 stream: Any):  # fmt: skip
+    def __init__(
+        self,
+        model: Model,
+        caches: Mapping[str, Tensor],
+        rows: DeviceRows,
+        ops: RowOps,
+        captured_work: Callable[[int, int, int], Any],
+        max_rows: int,
+        pool: CapturePool,
+        stream: Any,
+    ):
         self._model, self._caches, self._rows, self._ops = model, caches, rows, ops
         self._captured_work = captured_work
         self._pool, self._stream = pool, stream

@@ -23,9 +23,17 @@ from quire.types import CacheSpec, PageWrite, Plan, PlanRow, RowInit, SamplingPa
 ROWS = (1, 0)  # odd in number with the padding row, so that the flags behind the tokens are not 16-byte aligned
 
 
-def settle_row_ops(ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size: int, dtype: torch.dtype,
-                   device: torch.device, *, strict: bool,
-                   findings: Findings | None = None) -> RowOps | None:  # fmt: skip
+def settle_row_ops(
+    ops: RowOps,
+    specs: list[CacheSpec],
+    max_len: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    strict: bool,
+    findings: Findings | None = None,
+) -> RowOps | None:
     """Returns the kernels if their trial succeeds; otherwise warns and returns None, or raises if `strict`."""
     trial = partial(_try_row_ops, ops, specs, max_len, vocab_size, dtype, device)
     error = (findings or Findings()).error_of(trial)
@@ -38,8 +46,9 @@ def settle_row_ops(ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size
     return None
 
 
-def _try_row_ops(ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size: int, dtype: torch.dtype,
-                 device: torch.device) -> None:  # fmt: skip
+def _try_row_ops(
+    ops: RowOps, specs: list[CacheSpec], max_len: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
     """Compares a decode step with one padding row with the eager path; raises if they disagree."""
     rows = _some_rows(specs, max_len, vocab_size, device)
     order = torch.tensor(ROWS, device=device)

@@ -96,8 +96,9 @@ class DeviceRows:
             inputs.work = work
         return gathered
 
-    def _gather(self, sent: dict[str, Tensor], counts: list[int], bounds: list[int],
-                sample_bounds: list[int] | None) -> Gathered:  # fmt: skip
+    def _gather(
+        self, sent: dict[str, Tensor], counts: list[int], bounds: list[int], sample_bounds: list[int] | None
+    ) -> Gathered:
         rows = sent["rows"]
         starts = self.computed[rows]  # [rows]
         token_rows, positions = rows, starts

@@ -52,9 +52,18 @@ class Forward:
 
 
 class Runner:
-    def __init__(self, model: Model, store: CacheStore, rows: DeviceRows, sampling: SamplingRows, sampler: Sampler,
-                 graphs: DecodeGraphs | None = None, mixed: MixedGraphs | None = None, *,
-                 max_batch_tokens: int = 0):  # fmt: skip
+    def __init__(
+        self,
+        model: Model,
+        store: CacheStore,
+        rows: DeviceRows,
+        sampling: SamplingRows,
+        sampler: Sampler,
+        graphs: DecodeGraphs | None = None,
+        mixed: MixedGraphs | None = None,
+        *,
+        max_batch_tokens: int = 0,
+    ):
         self._model = model
         self._max_batch_tokens = max_batch_tokens
         self._store = store

@@ -39,8 +39,15 @@ class _PendingOut:
 
 
 class CacheStore:
-    def __init__(self, specs: list[CacheSpec], num_units: list[int], num_host_units: list[int] | None,
-                 device: torch.device, *, checksums: bool = True):  # fmt: skip
+    def __init__(
+        self,
+        specs: list[CacheSpec],
+        num_units: list[int],
+        num_host_units: list[int] | None,
+        device: torch.device,
+        *,
+        checksums: bool = True,
+    ):
         """`checksums`: whether to compute a checksum of every unit swapped out and compare it at swap-in."""
         self.specs = specs
         self._checksums: dict[tuple[int, int], int] | None = {} if checksums else None  # (group, host unit) -> CRC

@@ -43,8 +43,9 @@ class FusedSampling:
         self._draw = draw
         self._late = late
 
-    def choose(self, logits: Tensor, batch: Batch, histories: Histories,
-               mask: Tensor | None) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    def choose(
+        self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         """Runs steps 1 to 9 of the sampler's order. Returns tokens [samples] int64 and bad flags [samples] bool, or
         None if the caller must sample in torch. `mask` is packed."""
         draws, ops, device = batch.draws, self._ops, logits.device
@@ -100,8 +101,9 @@ class FusedSampling:
             ops.forbid_bad_words(copies, places, words.cells, words.owners, words.prefixes, tokens, lengths, rows)
         return copies, places
 
-    def _draw_filtered(self, tokens: Tensor, bad: Tensor, edited: Tensor, batch: Batch,
-                       histories: Histories) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def _draw_filtered(
+        self, tokens: Tensor, bad: Tensor, edited: Tensor, batch: Batch, histories: Histories
+    ) -> tuple[Tensor, Tensor]:
         """Draws the samples with filters again, in torch."""
         for cohort in batch.cohorts:
             if cohort.width not in (GREEDY, UNFILTERED):

@@ -35,11 +35,24 @@ from quire.types import RowInit, SamplingParams
 MIN_TEMPERATURE = 1e-5  # below it rows are greedy, because float32 leaves only the argmax to draw
 _NARROWEST = 64  # number of candidates for a small top_k
 _COLUMNS = {
-    "key": np.int64, "width": np.int64, "inv_temperature": np.float32, "top_k": np.int64, "top_p": np.float64,
-    "min_p": np.float32, "top_n_sigma": np.float32, "repetition": np.float32, "presence": np.float32,
-    "frequency": np.float32, "prompt_len": np.int64, "until": np.int64, "dry_multiplier": np.float32,
-    "dry_base": np.float32, "dry_allowed_len": np.int64, "dry_search_len": np.int64, "num_top": np.int64,
-}  # fmt: skip
+    "key": np.int64,
+    "width": np.int64,
+    "inv_temperature": np.float32,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "min_p": np.float32,
+    "top_n_sigma": np.float32,
+    "repetition": np.float32,
+    "presence": np.float32,
+    "frequency": np.float32,
+    "prompt_len": np.int64,
+    "until": np.int64,
+    "dry_multiplier": np.float32,
+    "dry_base": np.float32,
+    "dry_allowed_len": np.int64,
+    "dry_search_len": np.int64,
+    "num_top": np.int64,
+}
 _COHORT_COLUMNS = ("key", "inv_temperature", "top_k", "top_p", "min_p", "top_n_sigma")
 _NO_LOGPROBS = -1
 _NO_LIMIT = 1 << 62

@@ -52,8 +52,14 @@ Choice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor,
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, device: torch.device | str, ops: SamplingOps | None = None,
-                 plain: Choice | None = None, irreplaceable: Container[str] = ()):  # fmt: skip
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        ops: SamplingOps | None = None,
+        plain: Choice | None = None,
+        irreplaceable: Container[str] = (),
+    ):
         """`ops`: the device's sampling kernels, with the same semantics and noise; `plain`: a kernel for greedy and
         temperature sampling, equal up to the last bits of the noise. `irreplaceable`: kernels of `fused` for which
         torch must not be used as a fallback."""
@@ -73,8 +79,9 @@ class Sampler:
         tokens, bad = chosen or self._choose_all(logits.float(), batch, histories, mask)
         return Sampled(tokens, bad, self._score(logits, tokens, batch))
 
-    def _choose_all(self, logits: Tensor, batch: Batch, histories: Histories,
-                    mask: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def _choose_all(
+        self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Samples in torch; returns tokens [samples] and bad flags [samples]."""
         edited = edit(logits, batch, histories, mask)
         bad = ~torch.isfinite(logits.amax(1))  # amax propagates NaN

@@ -17,8 +17,15 @@ SCALES = (0.0, 1.0, 1 / 0.7)  # inverse temperatures of the rows; 0: greedy
 CLOSE = 1e-4  # relative tolerance of scores, above the error of hardware logarithms
 
 
-def settle_sampling(ops: SamplingOps, vocab_size: int, dtype: torch.dtype, device: torch.device, *,
-                    strict: bool, findings: Findings | None = None) -> SamplingOps | None:  # fmt: skip
+def settle_sampling(
+    ops: SamplingOps,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    strict: bool,
+    findings: Findings | None = None,
+) -> SamplingOps | None:
     """Returns the kernels if their trial succeeds; otherwise warns and returns None, or raises if `strict`."""
     error = (findings or Findings()).error_of(lambda: _try_sampling(ops, vocab_size, dtype, device))
     if error is None:
@@ -39,8 +46,9 @@ def _try_sampling(ops: SamplingOps, vocab_size: int, dtype: torch.dtype, device:
     compare_choice(tokens, bad, logits, keys, positions, scales)
 
 
-def compare_choice(tokens: Tensor, bad: Tensor, logits: Tensor, keys: Tensor, positions: Tensor,
-                   scales: Tensor) -> None:  # fmt: skip
+def compare_choice(
+    tokens: Tensor, bad: Tensor, logits: Tensor, keys: Tensor, positions: Tensor, scales: Tensor
+) -> None:
     """Raises unless greedy rows took the argmax and the others a token with the best score up to near-ties."""
     compare(bad, torch.zeros_like(bad), torch.float32, EXACT)
     there = tokens.clamp(0, logits.shape[1] - 1)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from quire.files.source import QUANTIZED_ELSEWHERE
@@ -25,7 +26,7 @@ COLUMNS = {  # what a reader asks for -> the checks that prove it
     "float16 weights": ("float16",),
     "FP8 weights": ("fp8",),
 }
-TOLD_APART = {  # architecture of a GGUF -> model types that its metadata tells from the registry's
+TOLD_APART = {  # architecture of a GGUF file -> further model types, which its metadata distinguishes
     "deepseek2": ("deepseek_v3", "glm4_moe_lite", "kimi_k2"),
     "llama": ("mixtral",),
 }
@@ -33,64 +34,82 @@ QUANTIZED = "q8_0, q4_0"  # of every family in the registry: the check is not on
 HEAD = """\
 # Models
 
-What runs, by the `model_type` of a config.json. Made by `python -m tests.cpu.families.table` from the registry
-(`quire/models/registry.py`) and the families in `tests/cpu/families`; a test fails when it is out of date.
+Supported models, by the `model_type` of a config.json. `python -m tests.cpu.families.table` writes this page from the
+registry (`quire/models/registry.py`) and the families in `tests/cpu/families`; a test fails when it is out of date.
 
-Each family is proved against `transformers` on a tiny random checkpoint in float32: one of each
-kind in full in the default test run, of the others the checks that see most, the rest with `make slow`:
-logits of every position to 1e-4 relative; 48 greedy tokens of a ragged batch, identical with prompts in chunks of
-7, over a warm prefix cache, pushed out by swap and by recompute, at depth 1 and at depth 2 on a device that finishes
-late; and `quire doctor`'s memory plan against what is allocated. A tick means that the check named passes.
+## How they are tested
 
-Quantization: float16 weights on a CPU (`--dtype float16`); blocks of 8 or 4 bits there (`--quant q8_0`, `--quant q4_0`:
-linear layers and experts, embedding and head always in 8 bits); FP8 weights of any size on CUDA (`--quant fp8`; linear
-layers and experts, not embeddings and convolutions), FP8 keys and values there (`--kv-dtype fp8`). Shown: logits to
-1e-4 of those that the float16 weights stand for; every product of blocks to 1e-4 of plain torch over the same blocks,
-and all of them together as near as rounding activations lets any kernel come; logits to 1e-4 through the FP8 scheme
-with kernels in CUDA's place that keep all bits. LoRA comes later.
+Each family is compared with `transformers` on a tiny random checkpoint in float32. The default test run has one model
+of each kind in full and the most sensitive checks of the others; `make slow` runs the rest. A tick means that the check
+of that column passes.
 
-Refused by name: Gemmas whose attention looks ahead (`use_bidirectional_attention`, unless said of images alone), and
-checkpoints quantized in other ways than those below.
+- Logits of every position agree to 1e-4 relative.
+- 48 greedy tokens of a ragged batch are identical with prompts in chunks of 7, over a warm prefix cache, and after
+  preemption by swap and by recompute, at depth 1 and at depth 2 on a device that finishes late.
+- `quire doctor`'s memory plan agrees with what is allocated.
 
-Otherwise than in transformers: rope of type longrope (Phi-3, Phi-4 mini, MiniCPM 3) has one set of factors for all
-sequences, or what is cached would be of no use to longer ones: the long one, unless `--max-model-len` keeps within the
-positions the model was first trained with. Nemotron-H's time steps are bounded by `time_step_limit`, as in NVIDIA's
-own code, and not by `time_step_min`.
+## Quantization
+
+| option | where | what it applies to |
+| --- | --- | --- |
+| `--dtype float16` | CPU | all weights |
+| `--quant q8_0`, `--quant q4_0` | CPU | linear layers and experts; embedding and head always in 8 bits |
+| `--quant fp8` | CUDA | linear layers and experts, not embeddings and convolutions |
+| `--kv-dtype fp8` | CUDA | keys and values |
+
+Tests show logits to 1e-4 of those of the rounded float16 weights, every product of blocks to 1e-4 of plain torch over
+the same blocks, and all products together as close as the rounding of activations allows. FP8 is tested to 1e-4 with
+exact kernels in place of CUDA's. LoRA is not supported yet.
+
+## Refused, and different from transformers
+
+- Gemma models with bidirectional attention (`use_bidirectional_attention`, unless it is "vision") are refused, and so
+  are checkpoints quantized with other methods than those below.
+- Rope of type longrope (Phi-3, Phi-4 mini, MiniCPM 3) has one set of factors for all sequences, since cached keys would
+  be useless to longer ones otherwise: the long factors, unless `--max-model-len` is within the first training length.
+- Nemotron-H's time steps are bounded by `time_step_limit`, as in NVIDIA's code, and not by `time_step_min`.
 """
 PUBLISHED = """
-## Checkpoints that are quantized already
+## Quantized checkpoints
 
-GGUF files, and what a config.json calls by these names of `quant_method`, for every family and through transformers.
-On a GPU, and where a type is asked for (`--dtype`), numbers are decoded while they are read, and `--quant fp8` may
-follow; on a CPU that is left to choose they stay in blocks of as few bits: the very same numbers, where a type of block
-has such (Q4_0; Q8_0 for eight bits; Q4_1, whose offset is a float16), else rounded to Q8_0. Activations are not rounded
-as a file would have it. Each form is proved against what its numbers stand for, those of compressed-tensors also
-against its own library; what a tool leaves in a file of its own (`hf_quant_config.json`, `quantize_config.json`) counts
-where config.json says nothing.
+GGUF files, and checkpoints with these values of `quant_method` in config.json, run with every family and through
+transformers. The forms are tested against the values that they encode, those of compressed-tensors also against its
+own library. Files such as `hf_quant_config.json` and `quantize_config.json` count where config.json has no method.
+
+- On a GPU, or with `--dtype`, weights are decoded while loading, and `--quant fp8` may be added.
+- On a CPU without `--dtype` they stay in blocks of few bits: with exactly the same values if a block type has them
+  (Q4_0; Q8_0 for eight bits; Q4_1, whose offset is a float16), and rounded to Q8_0 otherwise.
+- Activations are not quantized by a file's scales.
 
 """
-OWN = "\n## Families with a file of their own\n\n"
+OWN = "\n## Families\n\n"
 OTHER = """
 ## Through transformers
 
-A model type not in this list, if an installed `transformers` (5.17 or later) knows it as a causal model, runs with its
-attention swapped for the paged one: slower, with everything else as above, without quantization. Layers that keep a
-state (convolutions, Mamba, delta nets) keep it in the same slots, with the same snapshots, as families of our own; rows
-with as many tokens as each other are a batch to them. So do models that return a state in a form of their own and take
-it again, or leave it in their modules (RWKV, xLSTM, RecurrentGemma). Where attention can't be swapped (ALiBi, chunks,
-classes of their own, more than once in a layer) the model's own attends to keys gathered from pages, row by row, slower
-still. On a GPU decode steps of the others are captured, if their code allows it (experts in float32 are often taken one
-by one, and then it does not) and states are in no form of their own. `quire` says so at start, and compares the model
-with itself once it is loaded; what would be wrong is refused. Refused by name are models with caches of their own that
-grow (DeepSeek V4), and rope that changes with the length of what it is given (longrope). Checkpoints may have the names
-they were published with, experts or convolutions one by one, and matrices in turn or below each other. Of a model with
-images or sound the language model runs alone, if `transformers` knows its type (Llama 4, MiniMax M3, Aria). Shown on:
+A model type outside this list runs with its code in an installed `transformers` (5.17 or later), if that has it as a
+causal model: with paged attention in place of its own, slower than a family and without quantization. Everything else
+works as above. A note at start says so. Once loaded, the model is compared with itself, and refused if results differ.
+
+- **States** (convolutions, Mamba, delta nets) are kept in the same slots as those of families, with snapshots. Rows
+  with equally many tokens are a batch. Models that return their state or keep it in their modules work, too (RWKV,
+  xLSTM, RecurrentGemma).
+- **Attention that can't be replaced** (ALiBi, chunks, classes of their own, several times in a layer) runs over keys
+  gathered from pages, one row at a time, which is slower still.
+- **Decode steps** of the others are captured on a GPU if their code allows it and no state has a form of its own. Loops
+  over experts, frequent in float32, do not allow it.
+- **Refused** are models with growing caches of their own (DeepSeek V4), and rope that depends on the sequence length
+  (longrope).
+- **Checkpoints** may use the names they were published with, and may hold experts or convolutions one by one, and
+  matrices interleaved or concatenated.
+- **Multimodal models** run as their language model alone, if `transformers` knows its type (Llama 4, MiniMax M3, Aria).
+
+Tested:
 
 """
 MORE = """
-All other causal types of transformers are made small and run in the slow suite (`families/test_more_types.py`): they
-give its logits, and its tokens with prompts in chunks and over a warm prefix, or are refused in one line. Of those
-above and others these were right: {}.
+All other causal types of transformers run in the slow suite with small configs (`families/test_more_types.py`). They
+give the logits of transformers, and the same tokens with prompts in chunks and over a warm prefix, or are refused in
+one line. Of those above and others these were right: {}.
 """
 
 
@@ -109,9 +128,10 @@ def render() -> str:
         for kind in own
     ]
     fallback_rows = [[kind, _names(proved[kind]), *_ticks(proved[kind]), "no", "no", "no"] for kind in others]
-    count = f"\n{len(own)} model types with a file of their own, {len(others)} shown through transformers.\n"
+    count = f"\n{len(own)} model types with a family of their own, {len(others)} tested through transformers.\n"
     parts = [HEAD, count, PUBLISHED, _published(), OWN, _table(head, rows), OTHER, _table(head, fallback_rows)]
-    return "".join(parts) + MORE.format(", ".join(RIGHT))
+    more = textwrap.fill(MORE.format(", ".join(RIGHT)).strip(), 118, break_on_hyphens=False)
+    return "".join(parts) + f"\n{more}\n"
 
 
 def _published() -> str:

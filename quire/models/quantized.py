@@ -42,4 +42,4 @@ def _find(model: Any) -> Unquantized | None:
 
 def _widths(left: Unquantized) -> str:
     words = "rows of " + ", ".join(map(str, left.widths[:4])) + (", …" if len(left.widths) > 4 else "")
-    return f"{words} numbers, no multiple of {BLOCK}"
+    return f"{words} elements, not a multiple of {BLOCK}"

@@ -237,5 +237,8 @@ def supported_types(wanted: str) -> str:
     """Returns the hint for an unsupported type: similar model types, and where all are listed."""
     words = wanted.lower().replace("'", " ").split()
     near = sorted({name for word in words for name in get_close_matches(word, FAMILIES, cutoff=0.75)})
-    like = f"Near to it: {', '.join(near)}. " if near else ""
-    return f"{like}docs/models.md lists all {len(FAMILIES)} types with a file of their own, and what else runs."
+    like = f"Similar types: {', '.join(near)}. " if near else ""
+    return (
+        f"{like}docs/models.md lists all {len(FAMILIES)} types with a family of their own, "
+        "and what runs through transformers."
+    )

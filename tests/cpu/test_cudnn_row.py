@@ -179,7 +179,7 @@ def test_a_library_that_was_not_asked_for_is_not_even_opened() -> None:
 @pytest.mark.parametrize(("fields", "has_attention", "why"), [
     ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, True, "soft caps or sinks"),
     ({"model_type": "llama"}, False, "Triton's attention, which can't be used"),
-    ({"model_type": "mamba2", "num_heads": 4, "head_dim": 32, "n_groups": 2}, True, "a model of this kind"),
+    ({"model_type": "mamba2", "num_heads": 4, "head_dim": 32, "n_groups": 2}, True, "this kind of model"),
 ])  # fmt: skip
 def test_a_model_without_work_for_a_library_refuses_it(fields: dict[str, Any], has_attention: bool, why: str) -> None:
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,

@@ -283,7 +283,7 @@ def test_what_it_can_not_do_is_refused(tmp_path: Path) -> None:
     files = resolve_model(str(make_tiny("llama", tmp_path)[1]))
     options: dict[str, Any] = {"device": CPU, "max_model_len": None, "page_tokens": 4, "deterministic": True}
     for name, given in (("dtype", "float16"), ("quant", "q8_0")):
-        with pytest.raises(QuireError, match=f"deterministic mode takes no --{name} {given}"):
+        with pytest.raises(QuireError, match=f"deterministic mode does not support --{name} {given}"):
             load_model(files, **{"dtype": "auto", "kernels": "torch", **options, name: given})
 
 
@@ -302,8 +302,8 @@ def test_models_it_does_not_cover_are_refused(family: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("change", "said"), [({"quant": "fp8"}, "no --quant fp8 on CUDA"),
-                                              ({"kv_dtype": "fp8"}, "no --kv-dtype fp8 on CUDA"),
+@pytest.mark.parametrize(("change", "said"), [({"quant": "fp8"}, "not support --quant fp8 on CUDA"),
+                                              ({"kv_dtype": "fp8"}, "not support --kv-dtype fp8 on CUDA"),
                                               ({"model_type": "deepseek_v3"}, "not cover deepseek_v3 models on CUDA"),
                                               ({"model_type": "gptj"}, "not cover gptj models on CUDA")])  # fmt: skip
 def test_what_it_can_not_do_on_cuda_is_refused(change: dict[str, str], said: str,

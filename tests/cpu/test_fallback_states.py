@@ -1,4 +1,4 @@
-"""The fallback for layers that keep a state, and for attention that can't be exchanged: how rows are put together, what
+"""The fallback for layers that keep a state, and for attention that can't be replaced: how rows are put together, what
 is said, what is refused. That it is right is shown in `families/others_keeping.py`."""
 
 from __future__ import annotations
@@ -228,11 +228,11 @@ def test_how_long_a_sequence_may_be() -> None:
 def test_who_waits_longer_is_told(tmp_path: Path) -> None:
     for kind in ("bailing_hybrid", "mamba", "gptj"):
         save(kind, tmp_path / kind)
-    slower = "has no file of its own: it runs through transformers, right but slower"
+    slower = "has no family of its own: it runs through transformers, correctly but slower"
     assert load(tmp_path / "bailing_hybrid")[1] == [f"bailing_hybrid {slower}."]
     said = load(tmp_path / "mamba")[1]
-    assert said[0] == f"mamba {slower}." and "goes token by token" in said[1] and len(said) == 2
-    assert load(tmp_path / "gptj")[1] == [f"gptj {slower}, with its own attention and row by row."]
+    assert said[0] == f"mamba {slower}." and "is computed token by token" in said[1] and len(said) == 2
+    assert load(tmp_path / "gptj")[1] == [f"gptj {slower}, with its own attention, one row at a time."]
 
 
 @pytest.mark.parametrize(("kind", "owner", "method"), [
@@ -248,7 +248,7 @@ def test_what_it_gets_wrong_is_refused(kind: str, owner: Any, method: str, tmp_p
         return real(self, 1.2 * first, *others, **more)
 
     monkeypatch.setattr(owner, method, wrong)
-    with pytest.raises(QuireError, match=f"{kind} can't run through transformers here: its logits would be off by"):
+    with pytest.raises(QuireError, match=f"{kind} can't run through transformers here: its logits differ by"):
         load(tmp_path)
 
 
@@ -259,7 +259,9 @@ def test_what_fails_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.M
         raise AttributeError("no such thing\nat all")
 
     monkeypatch.setattr(RowStates, "update_conv_state", fail)
-    with pytest.raises(QuireError, match=r"bailing_hybrid can't run .*: it fails with pages: no such thing") as caught:
+    with pytest.raises(
+        QuireError, match=r"bailing_hybrid can't run .*: it fails with paged attention: no such thing"
+    ) as caught:
         load(tmp_path)
     assert caught.value.code == "unsupported_model" and "\n" not in str(caught.value)
 

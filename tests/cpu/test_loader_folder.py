@@ -149,7 +149,7 @@ def test_unsupported_model_names_what_is_supported(folder: Path) -> None:
     edit_config(folder, model_type="no_such_model")
     refused(folder, "unsupported_model", "no_such_model is not supported")
     edit_config(folder, model_type="lama")
-    refused(folder, "unsupported_model", "Near to it: llama. docs/models.md lists all ")
+    refused(folder, "unsupported_model", "Similar types: llama. docs/models.md lists all ")
 
 
 def test_architecture_stands_in_for_model_type(folder: Path) -> None:
@@ -170,7 +170,7 @@ def test_architecture_stands_in_for_model_type(folder: Path) -> None:
     ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 2.0]}}, "bad_config", "2 factors"),
     ({"rope_parameters": {"partial_rotary_factor": 0.33}}, "bad_config", "partial_rotary_factor=0.33"),
     ({"hidden_size": 66, "head_dim": None}, "bad_config", "hidden_size=66 does not divide into 4 heads"),
-    ({"layer_types": ["full_attention"] * 2}, "bad_config", "layer_types names 2 layers"),
+    ({"layer_types": ["full_attention"] * 2}, "bad_config", "layer_types has 2 entries"),
     ({"layer_types": ["linear_attention"] * 3}, "unsupported_model", "Layer type 'linear_attention'"),
     ({"quantization_config": {"quant_method": "hqq"}}, "unsupported_model", "hqq"),
 ])  # fmt: skip
@@ -224,7 +224,7 @@ def test_what_no_token_can_be_ends_no_sequence(folder: Path, file: str, given: A
     edit_config(folder, "generation_config.json", eos_token_id=None)
     edit_config(folder, file, eos_token_id=given)
     wrong = given[-1] if isinstance(given, list) else given
-    refused(folder, "bad_config", f"eos_token_id in {file} names {wrong!r}, which is none of the model's 256 tokens")
+    refused(folder, "bad_config", f"eos_token_id in {file} has {wrong!r}, which is not among the model's 256 tokens")
 
 
 def test_a_model_may_have_no_token_to_end_with(folder: Path) -> None:

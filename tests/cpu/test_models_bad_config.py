@@ -192,7 +192,7 @@ def test_what_is_quantized_as_a_whole_is_so_in_part() -> None:
     family = next(family for family in all_families() if family.name == "gemma3 of text and images")
     config = json.loads(family.config().to_json_string(use_diff=False), object_hook=named_float)
     part = language_model_config({**config, "quantization_config": {"quant_method": "hqq"}})
-    assert part is not None and "is quantized (hqq)" in refuse(part)
+    assert part is not None and "is quantized with hqq" in refuse(part)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

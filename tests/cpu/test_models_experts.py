@@ -102,7 +102,7 @@ def test_layers_for_drafting_are_left_out(tmp_path: Path) -> None:
     save_file({**tensors, "model.layers.2.eh_proj.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     assert_equal(tmp_path, reference)
     save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(QuireError, match=r"model\.layers\.3\.eh_proj\.weight, which this model has no place for"):
+    with pytest.raises(QuireError, match=r"model\.layers\.3\.eh_proj\.weight, which this model does not have"):
         load(tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_mxfp4_experts_are_decoded(tmp_path: Path) -> None:
     with torch.no_grad():
         for name, matrices in pack_mxfp4(tmp_path).items():
             reference.get_parameter(name).copy_(matrices.transpose(1, 2))
-    with pytest.warns(UserWarning, match="is in MXFP4; its weights are decoded to float32"):
+    with pytest.warns(UserWarning, match=r"is quantized \(MXFP4\); its weights are decoded to float32"):
         assert_equal(tmp_path, reference)
 
 
@@ -342,7 +342,7 @@ def test_gemma_4_says_which_experts_do_not_fit(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "enable_moe_block": False}))
-    with pytest.raises(QuireError, match="which this model has no place for"):
+    with pytest.raises(QuireError, match="which this model does not have"):
         load(tmp_path)
 
 
@@ -355,7 +355,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "layer type": ({"layer_types": ["full_attention", "round_attention"]}, "round_attention"),
     "too many experts a token": ({"num_experts_per_tok": 9}, "9 experts a token can't be chosen from 8"),
     "no experts": ({"num_local_experts": 0}, "num_local_experts=0"),
-    "heads": ({"num_attention_heads": 3}, "3 heads of 16 over 2"),
+    "heads": ({"num_attention_heads": 3}, "3 heads of size 16 with 2"),
     "dense layers": ({"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]"),
 }
 BAD_LATENT: dict[str, tuple[dict[str, Any], str]] = {

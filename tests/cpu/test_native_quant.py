@@ -116,7 +116,7 @@ def test_columns_that_make_no_blocks_stay_floats_and_a_note_says_so(tmp_path: Pa
     assert notes[0].startswith(
         f"{num_layers} of {7 * num_layers + 2} matrices stay float32 with quant=q8_0, since they"
     )
-    assert "rows of 72 numbers, no multiple of 32: model.layers.0.mlp.down_proj.weight" in notes[0]
+    assert "rows of 72 elements, not a multiple of 32: model.layers.0.mlp.down_proj.weight" in notes[0]
     assert forms(loaded.model) == {"Q8_0", "F32"}
     assert error(logits(loaded.model), logits(load(folder, kernels="torch").model)) < 0.03
 
@@ -154,12 +154,12 @@ def test_a_model_of_which_nothing_would_be_quantized_is_refused(tmp_path: Path) 
         with pytest.raises(QuireError, match="quant=q8_0 would change nothing") as caught:
             build()
         assert caught.value.code == "invalid_parameter" and caught.value.param == "quant"
-        assert "rows of 72, 100 numbers, no multiple of 32" in caught.value.what
+        assert "rows of 72, 100 elements, not a multiple of 32" in caught.value.what
 
 
 def test_quant_without_the_kernels_is_an_error(tmp_path: Path) -> None:
     _, folder = make_tiny("llama", tmp_path)
-    with pytest.raises(QuireError, match="quant=q4_0 needs a CPU and the native kernels") as caught:
+    with pytest.raises(QuireError, match="quant=q4_0 needs a CPU, the native kernels") as caught:
         load(folder, quant="q4_0", kernels="torch")
     assert caught.value.param == "quant"
 

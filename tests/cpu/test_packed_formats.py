@@ -171,7 +171,7 @@ def test_a_bias_that_adds_nothing(tmp_path: Path) -> None:
     edit(tmp_path, lambda tensors: tensors.update({f"{LAYER}.bias": torch.zeros(96)}))
     assert torch.equal(logits_of(load(tmp_path).model), want)
     edit(tmp_path, lambda tensors: tensors.update({f"{LAYER}.bias": torch.full((96,), 0.5)}))
-    with pytest.raises(QuireError, match=f"{LAYER}.bias, which this model has no place for"):
+    with pytest.raises(QuireError, match=f"{LAYER}.bias, which this model does not have"):
         load(tmp_path)
 
 
@@ -207,9 +207,9 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
     ("gptq", cut("qzeros"), (f"{LAYER}.qzeros is I32 [1, 12]", "[2, 12]")),
     ("gptq", cut("qweight"), (f"{LAYER}.qweight is [7, 96]", "2, 3, 4 or 8 bits")),
     ("gptq", put("g_idx", torch.arange(64).int() % 2), (f"{LAYER}.g_idx", "desc_act")),
-    ("gptq out of order", put("g_idx", torch.full((64,), 99).int()), (f"{LAYER}.g_idx names groups",)),
-    ("gptq", put("qzeros", torch.zeros(2, 12).int()), (f"{LAYER}.qzeros has zeros other than 8", "sym")),
-    ("gptq", put("weight", torch.zeros(96, 64)), (f"{LAYER}.weight both packed and as it is",)),
+    ("gptq out of order", put("g_idx", torch.full((64,), 99).int()), (f"{LAYER}.g_idx refers to groups",)),
+    ("gptq", put("qzeros", torch.zeros(2, 12).int()), (f"{LAYER}.qzeros has zero points other than 8", "sym")),
+    ("gptq", put("weight", torch.zeros(96, 64)), (f"{LAYER}.weight both packed and unpacked",)),
     ("awq", drop("scales"), (f"{LAYER}.scales is missing",)),
     ("awq", cut("qzeros"), (f"{LAYER}.qzeros",)),
     ("awq", cut("qweight"), (f"{LAYER}.weight", "[96, 63]", "[96, 64]")),
@@ -222,7 +222,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
     ("nvfp4", drop("weight_global_scale"), (f"{LAYER}.weight_scale", "F8_E8M0 or U8")),
     ("nf4", drop("weight.absmax"), (f"{LAYER}.weight.absmax is missing",)),
     ("nf4", put(STATE, torch.tensor(list(b"{"), dtype=torch.uint8)), (STATE, "JSON")),
-    ("nf4", put(STATE, torch.tensor(list(b'{"shape": [3]}'), dtype=torch.uint8)), (STATE, "what shape")),
+    ("nf4", put(STATE, torch.tensor(list(b'{"shape": [3]}'), dtype=torch.uint8)), (STATE, "a valid shape")),
     ("llm.int8", drop("SCB"), (f"{LAYER}.SCB is missing",)),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*decoded to float32")
@@ -242,9 +242,9 @@ GROUP = WORDS["config_groups"]["group_0"]
 
 
 @pytest.mark.parametrize(("config", "code", "words"), [
-    ({**GPTQ, "checkpoint_format": "marlin"}, "unsupported_model", "GPTQ's form 'marlin'"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, "unsupported_model", "the GPTQ format 'marlin'"),
     ({**GPTQ, "group_size": 0}, "bad_config", "group_size"), ({**GPTQ, "bits": "four"}, "bad_config", "bits"),
-    ({**GPTQ, "checkpoint_format": ["gptq"]}, "unsupported_model", "GPTQ's form"),
+    ({**GPTQ, "checkpoint_format": ["gptq"]}, "unsupported_model", "the GPTQ format"),
     ({**GPTQ, "bits": -1}, "bad_config", "bits"),
     ({**AWQ, "version": "gemv"}, "unsupported_model", "AWQ's version 'gemv'"),
     ({**AWQ, "bits": 3}, "unsupported_model", "AWQ with 3 bits"),
@@ -282,7 +282,7 @@ def test_layers_may_have_groups_of_their_own(tmp_path: Path) -> None:
         "group_1": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "symmetric": True}},
     }}  # fmt: skip
     decoded = pack_folder(tmp_path, Format("both", pack, config, ""))
-    with pytest.warns(UserWarning, match="is in compressed-tensors; its weights are decoded to float32"):
+    with pytest.warns(UserWarning, match=r"is quantized \(compressed-tensors\); its weights are decoded to float32"):
         got = logits_of(load(tmp_path).model)
     save_file(decoded, tmp_path / "model.safetensors")
     say(tmp_path, None)

@@ -214,12 +214,12 @@ def test_a_config_with_a_fault(quantized: Any, code: str, words: str, tmp_path: 
 def test_what_becomes_of_it_is_said(tmp_path: Path) -> None:
     save_checkpoint(family("llama"), tmp_path)
     pack_folder(tmp_path, (16, 32))
-    with pytest.warns(UserWarning, match="is in FP8; its weights are decoded to float32"):
+    with pytest.warns(UserWarning, match=r"is quantized \(FP8\); its weights are decoded to float32"):
         load(tmp_path)
 
 
-@pytest.mark.parametrize(("method", "words"), [("fp8", "keeps linear layers and experts so"),
-                                               ("mxfp4", "keeps them in half of that")])  # fmt: skip
+@pytest.mark.parametrize(("method", "words"), [("fp8", "keeps linear layers and experts in FP8"),
+                                               ("mxfp4", "keeps them in FP8, at half the size")])  # fmt: skip
 def test_on_a_gpu_it_is_said_how_to_keep_it_smaller(method: str, words: str) -> None:
     files: Any = SimpleNamespace(name="it", config={})
     config = {"quantization_config": {"quant_method": method, "weight_block_size": [128, 128]}}

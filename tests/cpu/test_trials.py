@@ -176,7 +176,7 @@ def test_a_model_whose_kernel_fails_answers_all_the_same(
     monkeypatch.setattr(loader, "select_ops", lambda *args: ops)
     with pytest.warns(UserWarning) as said:
         model: Any = load(folder)
-    lines = [str(line.message) for line in said if "has no file of its own" not in str(line.message)]
+    lines = [str(line.message) for line in said if "has no family of its own" not in str(line.message)]
     assert len(lines) == 1 and f"The {case.said} kernel can't be used here (" in lines[0] and "\n" not in lines[0]
     assert ("PTXAS error" if how == "raises" else "ArithmeticError: ") in lines[0]
     assert model.ops.captures == case.captures and (model.ops.captured_work is not None) == case.captures

@@ -55,11 +55,11 @@ class AttentionRecorder:
     ) -> Tensor:
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
         if num_heads % num_kv_heads:
-            what = f"{num_heads} heads over {num_kv_heads} key-value heads make no attention layer."
+            what = f"{num_heads} heads with {num_kv_heads} key-value heads are not a valid attention shape."
             raise QuireError("bad_config", what, "Check config.json.")
         layer = _layer_index(module)
         if layer in self.layers:  # pages would hold the keys of the last call only
-            raise unsupported(_type_of(module), "a layer of it attends more than once")
+            raise unsupported(_type_of(module), "one of its layers attends more than once")
         self.layers[layer] = LayerShape(
             num_heads, num_kv_heads, k.shape[-1], v.shape[-1], window, softcap, sinks is not None
         )
@@ -113,11 +113,11 @@ def paged_attention(
     the model.
     """
     if quire is None:
-        raise unsupported(_type_of(module), "it does not hand on what its attention is called with")
+        raise unsupported(_type_of(module), "it does not pass keyword arguments on to its attention")
     if any(x is not None for x in (attention_mask, others.get("position_bias"))):
         raise unsupported(_type_of(module), "its attention has a mask or biases of its own")
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
-        raise unsupported(_type_of(module), "its attention has sinks that are not one for each head")
+        raise unsupported(_type_of(module), "its attention has sinks, but not one per head")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return quire.attend(module, query, key, value, scale, softcap, sliding_window, s_aux), None
 
@@ -125,7 +125,7 @@ def paged_attention(
 def _layer_index(module: nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if index is None:
-        raise unsupported(_type_of(module), "its attention does not know which layer it is of")
+        raise unsupported(_type_of(module), "its attention has no layer index")
     return int(index)
 
 

@@ -36,9 +36,11 @@ def import_transformers(model_type: str) -> Any:
     try:
         import transformers
     except ImportError:
-        what = f"Model type {model_type} is not supported by itself, and transformers, which may know it, is missing."
+        what = (
+            f"Model type {model_type} has no family of its own, and transformers, which may run it, is not installed."
+        )
         raise QuireError(
-            "unsupported_model", what, "pip install 'quire[fallback]', or transformers 5 itself."
+            "unsupported_model", what, "Install it: pip install 'quire[fallback]', or transformers 5 by itself."
         ) from None
     transformers.AttentionInterface.register(ATTENTION, paged_attention)
     return transformers
@@ -59,7 +61,7 @@ def check_ropes(model_type: str, hf: Any) -> None:
     ropes = getattr(hf, "rope_parameters", None) or {}
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         if rope.get("rope_type") == "longrope":  # its frequencies would follow the longest row of a step
-            raise unsupported(model_type, "its rope (longrope) changes with the length of what it is given")
+            raise unsupported(model_type, "its rope (longrope) depends on the sequence length")
 
 
 def build_on_meta(hf: Any, dtype: torch.dtype, attention: str) -> Any:
@@ -174,7 +176,7 @@ def rebuild_buffers(causal: Any, model_type: str, device: torch.device) -> None:
             owners.pop()
             _initialise(modules, ".".join(owners))
         for name in _uninitialized(module):
-            raise unsupported(model_type, f"its table {_join(prefix, name)} can't be made anew")
+            raise unsupported(model_type, f"its buffer {_join(prefix, name)} can't be initialized")
 
 
 def _initialise(modules: Mapping[str, Any], prefix: str) -> None:

@@ -29,7 +29,7 @@ _PAGED_TYPES = {"full_attention", "sliding_attention"}
 _STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the hybrid types keep keys and values, too
 _STATELESS_TYPES = {"moe", "mlp"}
 _OWN_MASKS = {"chunked_attention", "indexed_attention", "deepseek_sparse_attention"}  # the last two are synonyms
-_NOT_RECORDED = "its attention can't be exchanged, or it keeps a state of its own"
+_NOT_RECORDED = "its attention can't be replaced, or it keeps a state in a form of its own"
 _OLD_TYPE_NAMES = {"attention", "mamba"}  # transformers replaces these names by current ones
 _DRY_RUN_DTYPE = torch.bfloat16  # the only dtype that some kernels of transformers models accept on meta
 # Tokens per call for layers that scan or attend by themselves, which may take a megabyte a token: the usual number, the
@@ -63,7 +63,7 @@ def check_layers(model_type: str, kinds: Any) -> None:
     known = _PAGED_TYPES | _STATE_TYPES | _STATELESS_TYPES | _OWN_MASKS | _OLD_TYPE_NAMES
     other = next((kind for kind in kinds or () if kind not in known), None)
     if other is not None:
-        raise unsupported(model_type, f"layers of type {other} keep something of their own, or are not known")
+        raise unsupported(model_type, f"its layer type {other} is unknown, or keeps a state in a form of its own")
 
 
 def find_cache_layout(hf: Any) -> CacheLayout:
@@ -90,9 +90,9 @@ def _try_paged_attention(hf: Any) -> CacheLayout:
     except QuireError:
         raise
     except Exception as error:  # model code of transformers can raise anything
-        raise unsupported(hf.model_type, f"a rehearsal of it failed: {first_line(error)}") from None
+        raise unsupported(hf.model_type, f"a dry run of it failed: {first_line(error)}") from None
     if not set(states.with_keys) <= set(shapes):
-        raise unsupported(hf.model_type, "some of its attention can't be exchanged")
+        raise unsupported(hf.model_type, "some of its attention can't be replaced")
     _check_all_keep(causal, set(shapes), set(states.layers))
     return CacheLayout(_with_windows(shapes, causal, hf), states.layers)
 
@@ -189,8 +189,8 @@ def _check_all_keep(causal: Any, attend: set[int], recur: set[int]) -> None:
     if not (attend or recur) or (getattr(causal, "_is_stateful", False) and not recur):
         raise unsupported(hf.model_type, _NOT_RECORDED)
     if attend | recur | idle != set(range(num_layers)):
-        what = f"{len(attend | recur)} of its {num_layers} layers attend or keep a state that is known here"
-        raise unsupported(hf.model_type, f"{what}, and others may keep one that is not")
+        what = f"{len(attend | recur)} of its {num_layers} layers attend or keep a state in a known form"
+        raise unsupported(hf.model_type, f"{what}, and others may keep one in an unknown form")
 
 
 def _with_windows(shapes: dict[int, LayerShape], causal: Any, hf: Any) -> dict[int, LayerShape]:
@@ -216,7 +216,7 @@ class _LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._operations += 1
         if self._operations > MAX_OPERATIONS:
-            raise RuntimeError("enough is seen")
+            raise RuntimeError("maximum number of operations reached")
         made = func(*args, **(kwargs or {}))
         given = {_storage_id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for tensor in made if isinstance(made, (tuple, list)) else (made,):

@@ -46,13 +46,15 @@ from quire.models.loading.fields import whole
 from quire.models.registry import supported_types
 from quire.types import CacheSpec, QuireError
 
-SLOWER = "has no file of its own: it runs through transformers, right but slower"
-ROW_BY_ROW = ", with its own attention and row by row"
+SLOWER = "has no family of its own: it runs through transformers, correctly but slower"
+ROW_BY_ROW = ", with its own attention, one row at a time"
 TOKEN_BY_TOKEN = (
-    "can't take up several tokens behind others: what does not fit into a prompt's first chunk goes token by token"
+    "can't continue from a state with several tokens: a prompt beyond its first chunk is computed token by token"
 )
-NO_BATCHES = "knows no rows beside each other: each is computed by itself"
-NOT_CAPTURED = "looks at its numbers while it computes: none of its steps is captured, which is slower still"
+NO_BATCHES = "does not support batches: each row is computed by itself"
+NOT_CAPTURED = (
+    "reads tensors on the host while it computes: its steps are not captured as CUDA graphs, which is slower still"
+)
 # fields that are Quire's own or that transformers must not act on; weights are decoded while loading
 _OURS = ("model_type", "served_len", "quantization_config", "tensor_types")
 
@@ -82,7 +84,7 @@ class FallbackModel(nn.Module):
     ):
         super().__init__()
         if not isinstance(scheme, (Dense, Fp16Packed)):
-            what = f"{config.model_type} runs through transformers, where weights are not quantized."
+            what = f"{config.model_type} runs through transformers, where weights can't be quantized."
             raise QuireError("invalid_parameter", what, "Leave quant out.", param="quant")
         self.ops = ops
         sizes = {key: getattr(config.hf, key, None) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
@@ -192,7 +194,9 @@ class FallbackModel(nn.Module):
         config = self.causal.config
         wanted = self._own_logits(rows)
         if getattr(config, "is_decoder", None) is False and self._sees_later_tokens(rows, wanted):
-            raise unsupported(config.model_type, "it is no decoder (is_decoder is false), and looks ahead")
+            raise unsupported(
+                config.model_type, "it is not a decoder (is_decoder is false) and attends to later tokens"
+            )
         most = 1e-3 if self.states.dtype == torch.float32 else 0.1
         self._choose_batching(rows, wanted, most)
         notes = [] if self.continues_states else [f"{config.model_type} {TOKEN_BY_TOKEN}."]
@@ -237,7 +241,7 @@ class FallbackModel(nn.Module):
                 continue
             if error <= most:
                 return
-        what = f"its logits would be off by {error:.1%} with pages in place of its own attention"
+        what = f"its logits differ by {error:.1%} with paged attention in place of its own"
         raise unsupported(self.causal.config.model_type, what)
 
     def _captures(self, rows: Tensor, most: float) -> bool:
@@ -290,7 +294,9 @@ class FallbackModel(nn.Module):
         except QuireError:
             raise
         except Exception as failure:  # model code of transformers can raise anything
-            raise unsupported(self.causal.config.model_type, f"it fails with pages: {first_line(failure)}") from failure
+            raise unsupported(
+                self.causal.config.model_type, f"it fails with paged attention: {first_line(failure)}"
+            ) from failure
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class RenamedCheckpoint:
             return tuple(form.change(torch.empty(shape, device="meta")).shape)
         except Exception:  # too few dimensions, or an odd number of rows
             what = f"{self.where} holds {self._names[ours]} in the wrong shape: {list(shape)}"
-            raise bad_weights(f"{what}, which makes no {ours}") from None
+            raise bad_weights(f"{what}, which can't become {ours}") from None
 
     def _join(self, ours: str, found: dict[str, dict[int, str]], join: TensorJoin, num_entries: int) -> None:
         """Adds a joined tensor. `found`: the file's tensors by pattern and number; the model has `num_entries` of
@@ -186,7 +186,9 @@ def _read_conversions(
         ours, pattern = rename_source_key(name, renamings, converters, causal.base_model_prefix, wanted)
         if pattern is not None and pattern not in joins and pattern not in forms:
             done = ", ".join(type(operation).__name__ for operation in converter_of[pattern].operations)
-            raise unsupported(causal.config.model_type, f"its checkpoints hold {name} in another form ({done})")
+            raise unsupported(
+                causal.config.model_type, f"its checkpoints need an unsupported conversion of {name} ({done})"
+            )
         return ours if ours in wanted else ours.replace("model.language_model.", "model.", 1), pattern
 
     return rename, joins, forms

@@ -209,14 +209,14 @@ def check_attention(num_heads: int, num_kv_heads: int, head_dim: int, rope_dim: 
     rope_dim = head_dim if rope_dim is None else rope_dim
     check_heads(num_heads, num_kv_heads, head_dim)
     if not 0 < rope_dim <= head_dim or rope_dim % 2:
-        what = f"Rope can't turn {rope_dim} of the {head_dim} elements of a head."
+        what = f"Rope can't rotate {rope_dim} of the {head_dim} elements of a head."
         raise QuireError("bad_config", what, "Check partial_rotary_factor in config.json.")
 
 
 def check_recurrent(shape: RecurrentShape, values: int | None = None) -> None:
     """Validates a recurrent shape. `values`: total width of heads' values, as other fields of the config give it."""
     if shape.num_heads % shape.num_groups:
-        what = f"{shape.num_heads} recurrent heads can't be shared out among {shape.num_groups} groups of keys."
+        what = f"{shape.num_heads} recurrent heads can't be divided among {shape.num_groups} groups of keys."
         raise QuireError("bad_config", what, "Check config.json.")
     if values is not None and shape.values != values:
         what = f"{shape.num_heads} recurrent heads of {shape.value_dim} do not add up to {values}."

@@ -109,7 +109,7 @@ def _exaone_moe(config: Fields) -> DenseConfig:
 def _afmoe(config: Fields) -> DenseConfig:
     """EXAONE 4's windows, with norms around both blocks; attention has an output gate."""
     if flag(config, "attention_bias", False):
-        what = "attention_bias=True of afmoe is not supported: its gates, which lie beside queries, have none."
+        what = "attention_bias=True of afmoe is not supported: its gate projections have no bias."
         raise QuireError("unsupported_model", what, "Use a model without them.")
     every = whole(config, "global_attn_every_n_layers", 4)
     dense = read_dense({**config, "sliding_window_pattern": every, "model_type": "exaone4"})
@@ -307,7 +307,7 @@ def _hunyuan_shape(config: Fields) -> MoEShape:
     given = config.get("moe_topk", config.get("num_experts_per_tok"))
     counts = set(given) if isinstance(given, (list, tuple)) else {given}
     if len(counts) != 1:
-        what = f"moe_topk={given!r} of hunyuan_v1_moe is not supported: layers must have as many as each other."
+        what = f"moe_topk={given!r} of hunyuan_v1_moe is not supported: all layers must have the same number."
         raise QuireError("unsupported_model", what, "Check config.json.")
     routing = Routing(whole(config, "num_experts", 1), whole({"moe_topk": counts.pop()}, "moe_topk", 1), exact=True)
     inner = whole(config, "intermediate_size")

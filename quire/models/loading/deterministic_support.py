@@ -65,7 +65,7 @@ def select_deterministic_ops(
     for name, given, allowed in (("dtype", dtype, ("auto", "float32")), ("quant", quant, ("none",))):
         if given not in allowed:
             reason = "here" if ops.native is not None else "without the native kernels"
-            what = f"The deterministic mode takes no --{name} {given} {reason}: it computes in float32."
+            what = f"The deterministic mode does not support --{name} {given} {reason}: it computes in float32."
             raise QuireError("invalid_parameter", what, f"Leave --{name} or --deterministic out.", param=name)
     return FIXED
 
@@ -83,10 +83,12 @@ def _select_cuda_ops(ops: Ops, kind: str | None, model_type: str, quant: str, kv
     if kind not in CUDA_KINDS:
         raise _not_covered(f"{model_type} models on CUDA", "Leave --deterministic out.")
     if quant != "none":
-        what = f"The deterministic mode takes no --quant {quant} on CUDA: its products go by the number of rows."
+        what = (
+            f"The deterministic mode does not support --quant {quant} on CUDA: products depend on the number of rows."
+        )
         raise QuireError("invalid_parameter", what, "Leave --quant or --deterministic out.", param="quant")
     if kv_dtype != "auto":
-        what = f"The deterministic mode takes no --kv-dtype {kv_dtype} on CUDA: nobody has compared its bits."
+        what = f"The deterministic mode does not support --kv-dtype {kv_dtype} on CUDA: its results are not verified."
         raise QuireError("invalid_parameter", what, "Leave --kv-dtype or --deterministic out.", param="kv_dtype")
     return ops
 

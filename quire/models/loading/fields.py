@@ -62,7 +62,9 @@ def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Requires that key-value heads divide query heads evenly, and that heads have an even size, which rope needs."""
     if num_heads % num_kv_heads or head_dim % 2:
-        what = f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads make no attention layer."
+        what = (
+            f"{num_heads} heads of size {head_dim} with {num_kv_heads} key-value heads are not a valid attention shape."
+        )
         raise QuireError("bad_config", what, "Check config.json.")
 
 
@@ -78,7 +80,7 @@ def check_layer_types(kinds: Any, known: Iterable[str], num_layers: int | None =
             what = f"Layer type {kind!r} (layer {layer}) is not supported in a model of this type."
             raise QuireError("unsupported_model", what, f"Supported are {', '.join(known)}.")
     if num_layers is not None and len(kinds) != num_layers:
-        what = f"layer_types names {len(kinds)} layers, num_hidden_layers={num_layers}."
+        what = f"layer_types has {len(kinds)} entries, but num_hidden_layers={num_layers}."
         raise QuireError("bad_config", what, "Check config.json.")
 
 
@@ -89,7 +91,7 @@ def check_layer_indices(indices: Any, key: str, num_layers: int) -> None:
     if not isinstance(indices, (list, tuple)) or not all(
         isinstance(index, int) and not isinstance(index, bool) and 0 <= index < num_layers for index in indices
     ):
-        what = f"{key}={indices!r} must list layers below {num_layers}."
+        what = f"{key}={indices!r} must be a list of layer indices below {num_layers}."
         raise QuireError("bad_config", what, "Check config.json.")
 
 
@@ -105,5 +107,5 @@ def check_causal(config: Mapping[str, Any]) -> None:
     """Refuses bidirectional attention between text tokens. The value "vision" concerns image tokens only."""
     ahead = config.get("use_bidirectional_attention")
     if ahead and ahead != "vision":
-        what = f"use_bidirectional_attention={ahead!r} is not supported: such a model sees tokens that are yet to come."
+        what = f"use_bidirectional_attention={ahead!r} is not supported: such a model attends to later tokens."
         raise QuireError("unsupported_model", what, "Use a model that generates text.")

@@ -353,11 +353,11 @@ def select_library(ops: Ops, trials: Trials, kernels: str) -> Ops:
         return ops
     shapes = trials.attention()
     if not isinstance(trials.model, DenseModel):  # MoEModel is a DenseModel, with the same attention
-        trouble = "it has nothing to do in a model of this kind"
+        trouble = "this kind of model has no use for it"
     elif any(shape.softcap is not None or shape.sinks for shape in shapes):
-        trouble = "no library does this model's soft caps or sinks"
+        trouble = "no library supports this model's soft caps or sinks"
     elif ops.plan_attention is REFERENCE.plan_attention:
-        trouble = "it stands before Triton's attention, which can't be used here"
+        trouble = "it works beside Triton's attention, which can't be used here"
     else:
         trouble = ""
     from quire.kernels.libraries.choose import choose_library, refusal

@@ -146,7 +146,7 @@ def build_tried_model(
     """
     # several times slower there, and on some processors torch crashes in it
     if device.type == "cpu" and dtype == "bfloat16":
-        what = "bfloat16 is not computed with on a CPU."
+        what = "dtype=bfloat16 is not supported on a CPU."
         raise QuireError("invalid_parameter", what, "Use float32, or float16 for half the memory.", param="dtype")
     if deterministic:
         ops = _deterministic_ops(hf_config, device, dtype, quant, kv_dtype, kernels)
@@ -192,13 +192,13 @@ def list_notes(
     """
     notes = [*getattr(model, "notes", ()), *list_unquantized(model, quant)]
     if language_model_config(files.config or {}) is not None:
-        notes.append(f"{files.name} is run as a model of text alone; what it has for images is not loaded.")
+        notes.append(f"{files.name} runs as a text-only model; its parts for images are not loaded.")
     quantized = read_quantization(hf_config)
     if quantized is not None and quant == "none" and not in_blocks:
         keeps = f" (`--quant fp8` {quantized.fp8_note})" if smaller else ""
         notes.append(
-            f"{files.name} is in {quantized.display_name}; "
-            f"its weights are decoded to {dtype} while they are read{keeps}."
+            f"{files.name} is quantized ({quantized.display_name}); "
+            f"its weights are decoded to {dtype} while loading{keeps}."
         )
     return notes
 
@@ -261,7 +261,7 @@ def _one_line_errors(model_type: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        what = f"This {model_type} config makes no model ({type(error).__name__}: {reason})."
+        what = f"This {model_type} config is invalid ({type(error).__name__}: {reason})."
         raise QuireError("bad_config", what, "Check config.json.") from error
 
 
@@ -300,7 +300,7 @@ def _choose_scheme(
         _need_cuda("quant=fp8", device, ops)
         return DTYPES[dtype], Fp8(ops)
     if quant != "none" and (ops.native is None or dtype == "bfloat16"):
-        what = f"quant={quant} needs a CPU and the native kernels, and a model with a file of its own."
+        what = f"quant={quant} needs a CPU, the native kernels and a model type with a family of its own."
         raise QuireError("invalid_parameter", what, "Leave it out, or see `quire doctor`.", param="quant")
     if ops.native is not None and dtype != "bfloat16":
         from quire.layers.quant.blocks import QuantizedBlocks
@@ -373,8 +373,8 @@ def read_eos_ids(
         ids = tuple(given) if isinstance(given, list) else (given,)
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                what = f"eos_token_id in {name} names {token!r}, which is none of the model's {vocab_size} tokens."
-                raise QuireError("bad_config", what, f"Give a whole number below {vocab_size}, or a list of such.")
+                what = f"eos_token_id in {name} has {token!r}, which is not among the model's {vocab_size} tokens."
+                raise QuireError("bad_config", what, f"Give a whole number below {vocab_size}, or a list of them.")
         return ids
     return ()
 
@@ -405,7 +405,7 @@ def _open_shards(files: ModelFiles) -> SafetensorsCheckpoint | LanguageModelChec
 
 def _resolve_len(requested: int | None, max_positions: int) -> int:
     if requested is not None and requested > max_positions:
-        what = f"max_model_len={requested} is more than the {max_positions} positions this model knows."
+        what = f"max_model_len={requested} exceeds the model's maximum of {max_positions} positions."
         raise QuireError("invalid_parameter", what, "Lower it or leave it out.", param="max_model_len")
     return requested or max_positions
 

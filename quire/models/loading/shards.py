@@ -55,7 +55,7 @@ class SafetensorsCheckpoint:
             if name in used or (self._packed and name.rpartition(".")[2] in IGNORED_SCALES):
                 continue
             if name in self._packed:
-                raise bad_weights(f"{where} holds {name} both packed and as it is")
+                raise bad_weights(f"{where} holds {name} both packed and unpacked")
             if entry.dtype not in FLOATS and not IGNORED_TENSORS.fullmatch(name):
                 what = f"{where} holds {name} as {entry.dtype}, which is not supported."
                 raise QuireError("unsupported_model", what, f"Supported types are {', '.join(FLOATS)}.")

@@ -181,11 +181,11 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     if missing:
         raise missing_weights(checkpoint.where, missing)
     if unexpected:
-        raise bad_weights(f"{checkpoint.where} holds {_name_some(unexpected)}, which this model has no place for")
+        raise bad_weights(f"{checkpoint.where} holds {_name_some(unexpected)}, which this model does not have")
     if misshapen:
         name = misshapen[0]
         what = f"{checkpoint.where} holds {_name_some(misshapen)} in the wrong shape: {list(found[name])}"
-        raise bad_weights(f"{what} where the config asks for {list(wanted[name])}")
+        raise bad_weights(f"{what} where the config requires {list(wanted[name])}")
 
 
 def _is_zero_bias(checkpoint: Checkpoint, name: str, wanted: Mapping[str, object]) -> bool:
@@ -207,7 +207,7 @@ def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
         return
     for (part, *others), count in uses.items():
         if count > 1 and not others and len(part.shape) == 2 and not _are_copies(checkpoint, part.name, HEAD):
-            what = f"{checkpoint.where} holds {HEAD}, which is not {part.name}, though config.json says they are one."
+            what = f"{checkpoint.where} holds {HEAD}, which is not {part.name}, although config.json ties them."
             raise QuireError("bad_weights", what, "If this head is the right one, set tie_word_embeddings to false.")
 
 

@@ -53,7 +53,7 @@ def _find_one(prefix: str, entries: Entries, declared: int) -> GroupedMatrix:
     scales = check_entry(entries, f"{prefix}.scales", FLOATS)
     if len(weight.shape) != 2 or len(scales.shape) != 2 or not weight.shape[0] or not scales.shape[0]:
         raise bad_weights(
-            f"{prefix}.qweight and scales are {list(weight.shape)} and {list(scales.shape)}, which no layer has"
+            f"{prefix}.qweight and scales are {list(weight.shape)} and {list(scales.shape)}, which is not a valid layer"
         )
     columns, words = weight.shape
     rows, groups = words * PER_WORD, scales.shape[0]

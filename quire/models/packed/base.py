@@ -113,7 +113,7 @@ def check_entry(entries: Entries, name: str, dtypes: tuple[str, ...], *shapes: t
     """Returns the entry of this name, which must have one of these dtypes and shapes."""
     entry = entries.get(name)
     if entry is None:
-        raise bad_weights(f"{name} is missing beside the tensors that it belongs to")
+        raise bad_weights(f"{name} is missing, although the tensors that need it are there")
     check_filled(name, entry)
     if entry.dtype not in dtypes or (shapes and entry.shape not in shapes):
         wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}".strip()
@@ -139,7 +139,7 @@ def read_order(name: str, stored: StoredTensors, groups: int) -> Tensor:
     """Returns each column's group index, [columns] int64."""
     of_column = stored.whole(name).long()
     if not bool(((of_column >= 0) & (of_column < groups)).all()):
-        raise bad_weights(f"{name} names groups that there are no scales for")
+        raise bad_weights(f"{name} refers to groups without scales")
     return of_column
 
 

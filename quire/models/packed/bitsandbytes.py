@@ -84,7 +84,7 @@ def _table(weight: str, kind: str, state: str, entries: Entries, read: Callable[
     nested = f"{weight}.nested_absmax" in entries
     shape, run, run_of_scales, offset = _read_sizes(declared, nested) or ((0, 0), 0, 0, 0.0)
     if not run:
-        raise bad_weights(f"{state} does not say what shape and runs {weight} has")
+        raise bad_weights(f"{state} lacks a valid shape or block size of {weight}")
     rows, columns = shape
     num_scales = -(-rows * columns // run)
     check_entry(entries, weight, ("U8",), (-(-rows * columns // 2), 1))
@@ -122,19 +122,19 @@ def _read_state(name: str, entries: Entries, read: Callable[[str], Tensor]) -> d
         except (ValueError, RecursionError):
             declared = None
     if not isinstance(declared, dict):
-        raise bad_weights(f"{name} is not the JSON object that it should be")
+        raise bad_weights(f"{name} is not a JSON object")
     return declared
 
 
 def _rows(name: str, entries: Entries, read: Callable[[str], Tensor]) -> GroupedMatrix:
     shape = check_entry(entries, name, ("I8",)).shape
     if len(shape) != 2:
-        raise bad_weights(f"{name} is I8 {list(shape)}, which is no matrix")
+        raise bad_weights(f"{name} is I8 {list(shape)}, which is not a matrix")
     rows, columns = shape
     scales, form = (f"{name.removesuffix('.weight')}.{end}" for end in ("SCB", "weight_format"))
     check_entry(entries, scales, ("F32",), (rows,))
     if form in entries and bool(read(form).any()):
-        raise unsupported(f"{name} is laid out for a kind of GPU ({form} is not 0), which is not supported")
+        raise unsupported(f"{name} has a GPU-specific layout ({form} is not 0), which is not supported")
 
     def take(stored: StoredTensors, first: int, count: int) -> Grouped:
         numbers = stored.rows(name, first, count).view(torch.uint8) ^ 128

@@ -100,7 +100,7 @@ def _read_groups(config: Any) -> list[LayerGroup]:
 def _read_group(group: Any) -> LayerGroup:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
-        raise _bad_config("config_groups", group, "what a group's weights are")
+        raise _bad_config("config_groups", group, "a group with weights")
     targets, block = group.get("targets"), weights.get("block_structure")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise _bad_config("targets", targets, "names of layers")
@@ -123,7 +123,7 @@ def _read_group(group: Any) -> LayerGroup:
 
 
 def _bad_config(key: str, value: Any, wanted: str) -> QuireError:
-    what = f"{key} of quantization_config in config.json is {value!r:.80}, where {wanted} should stand."
+    what = f"{key} of quantization_config in config.json is {value!r:.80}, but must be {wanted}."
     return QuireError("bad_config", what, "Check config.json.")
 
 
@@ -179,7 +179,7 @@ def _bytes(prefix: str, entries: Entries) -> GroupedMatrix:
     """Describes a signed eight-bit matrix. It is decoded as unsigned with 128 added, as the other formats are."""
     weight = check_entry(entries, f"{prefix}.weight", ("I8",))
     if len(weight.shape) != 2:
-        raise bad_weights(f"{prefix}.weight is I8 {list(weight.shape)}, which is no matrix")
+        raise bad_weights(f"{prefix}.weight is I8 {list(weight.shape)}, which is not a matrix")
     rows, columns = weight.shape
     names = [f"{prefix}.{end}" for end in ("weight", "weight_scale", "weight_zero_point")]
     scales = check_entry(entries, names[1], FLOATS)

@@ -29,8 +29,11 @@ class Quantization:
     @property
     def fp8_note(self) -> str:
         """Describes, for a note, what `--quant fp8` would keep."""
-        kept = {"FP8": "linear layers and experts so", "MXFP4": "them in half of that, as good as exactly"}
-        return f"keeps {kept.get(self.display_name, 'linear layers and experts in half of that')}"
+        kept = {
+            "FP8": "linear layers and experts in FP8",
+            "MXFP4": "them in FP8, at half the size and nearly without loss",
+        }
+        return f"keeps {kept.get(self.display_name, 'linear layers and experts in FP8, at half the size')}"
 
 
 def read_quantization(hf_config: Mapping[str, Any]) -> Quantization | None:
@@ -45,7 +48,7 @@ def read_quantization(hf_config: Mapping[str, Any]) -> Quantization | None:
     if found is None:
         known = ", ".join(sorted(METHODS))
         raise unsupported(
-            f"This checkpoint is quantized ({method!s:.80}), which is not supported",
+            f"This checkpoint is quantized with {method!s:.80}, which is not supported",
             f"Use the original checkpoint, a GGUF file, or one of {known}.",
         )
     display_name, make = found

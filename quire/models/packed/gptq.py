@@ -48,7 +48,7 @@ def find_gptq(config: Mapping[str, Any]) -> Finder:
     form = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     form = AUTO_ROUND.get(str(config.get("packing_format")), form)
     if form not in FORMATS:
-        raise unsupported(f"This checkpoint is in GPTQ's form {form!r}, which is not supported")
+        raise unsupported(f"This checkpoint has the GPTQ format {form!r}, which is not supported")
     read = GptqConfig(
         whole_number(config, "bits", 4),
         read_group_size(config, 128),
@@ -68,13 +68,13 @@ def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatri
     weight = check_entry(entries, f"{prefix}.qweight", ("I32",))
     order = check_entry(entries, f"{prefix}.g_idx", ("I32", "I64")) if f"{prefix}.g_idx" in entries else None
     if len(weight.shape) != 2 or (order is not None and len(order.shape) != 1):
-        raise bad_weights(f"{prefix}.qweight is {list(weight.shape)}, or its g_idx no single line")
+        raise bad_weights(f"{prefix}.qweight is {list(weight.shape)}, or its g_idx has more than one dimension")
     words, rows = weight.shape
     columns = words * 32 // config.bits if order is None else order.shape[0]
     bits = words * 32 // columns if columns else 0
     if bits not in BITS or words * 32 != columns * bits:
         raise bad_weights(
-            f"{prefix}.qweight is {list(weight.shape)}, which is no {columns} inputs of 2, 3, 4 or 8 bits"
+            f"{prefix}.qweight is {list(weight.shape)}, which does not hold {columns} inputs of 2, 3, 4 or 8 bits"
         )
     scales = check_entry(entries, f"{prefix}.scales", FLOATS)
     groups = scales.shape[0] if scales.shape else 0
@@ -93,9 +93,7 @@ def _find_one(prefix: str, entries: Entries, config: GptqConfig) -> GroupedMatri
         of_column = None if order is None else read_order(names[3], stored, groups)
         if of_column is not None and config.in_order:
             if not torch.equal(of_column, torch.arange(columns, device=stored.device) // group):
-                raise bad_weights(
-                    f"{names[3]} changes the order of inputs, though config.json says that it stays (desc_act)"
-                )
+                raise bad_weights(f"{names[3]} reorders inputs, although config.json has desc_act false")
             of_column = None
         return Grouped(numbers, scales, zeros, group if of_column is None else of_column)
 
@@ -110,5 +108,5 @@ def _zeros(name: str, written: Tensor, bits: int, config: GptqConfig) -> Tensor 
     if not config.is_symmetric:
         return (written + config.zero_offset).bitwise_and_((1 << bits) - 1)
     if not bool(((written == middle) | (written == middle - 1)).all()):
-        raise bad_weights(f"{name} has zeros other than {middle}, though config.json says that it has none (sym)")
+        raise bad_weights(f"{name} has zero points other than {middle}, although config.json has sym true")
     return middle

@@ -176,6 +176,6 @@ def _rope_dim(config: Mapping[str, Any], head_dim: int) -> int:
     share = number({**config, **given}, "partial_rotary_factor", 1.0)
     rope_dim = int(head_dim * share)
     if not 0 < rope_dim <= head_dim or rope_dim % 2 or (head_dim - rope_dim) % 2:
-        what = f"partial_rotary_factor={share} of {head_dim} elements is no even number of them."
+        what = f"partial_rotary_factor={share} of {head_dim} elements is not an even number."
         raise QuireError("bad_config", what, "Check config.json.")
     return rope_dim

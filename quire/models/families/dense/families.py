@@ -97,7 +97,7 @@ def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
     every = whole(config, "no_rope_layer_interval", 4)
     turns = config.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(dense.num_layers)]
     if len(turns) < dense.num_layers:
-        what = f"no_rope_layers names {len(turns)} layers, num_hidden_layers={dense.num_layers}."
+        what = f"no_rope_layers has {len(turns)} entries, but num_hidden_layers={dense.num_layers}."
         raise QuireError("bad_config", what, "Check config.json.")
     ropes = zip(dense.ropes, turns[: dense.num_layers], strict=True)
     return windowed_where_no_rope(

@@ -102,7 +102,12 @@ def run_part(part: Part, log: Path) -> PartResult:
 
 
 def read_summary(output: str, pattern: str) -> list[str]:
-    return [match[1].strip() for line in output.splitlines() if (match := re.match(pattern, line))]
+    """Return the first group of each line that matches, with the column rules of tables replaced by spaces."""
+    return [
+        " ".join(re.split(r"[\s│]+", match[1].strip()))
+        for line in output.splitlines()
+        if (match := re.match(pattern, line))
+    ]
 
 
 def _outcome(code: int | None, summary: Sequence[str]) -> str:
@@ -158,7 +163,8 @@ def _cell(text: str) -> str:
 def describe_machine() -> str:
     machine = read_machine()
     memory = "" if machine.memory_total is None else f", {machine.memory_total / 2**30:.0f} GiB"
-    return f"{machine.cpu}, {machine.num_usable_cores} cores{memory}"
+    load = f", load average {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
+    return f"{machine.cpu}, {machine.num_usable_cores} cores{memory}{load}"
 
 
 def describe_commit() -> str:
@@ -188,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_nightly(parts: Sequence[Part], out: Path | None, left_out: Sequence[str] = ()) -> int:
-    commit, date = describe_commit(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    commit, machine, date = describe_commit(), describe_machine(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     logs = Path(tempfile.mkdtemp(prefix="quire-nightly-"))
     results = []
     for index, part in enumerate(parts):
@@ -197,7 +203,7 @@ def run_nightly(parts: Sequence[Part], out: Path | None, left_out: Sequence[str]
         print(show_line(results[-1], log), flush=True)
         if out is not None:  # after each part, so that an interrupted run leaves what it has
             not_run = [*left_out, *(later.name for later in parts[index + 1 :])]
-            out.write_text(to_markdown(results, not_run, commit, describe_machine(), date), encoding="utf-8")
+            out.write_text(to_markdown(results, not_run, commit, machine, date), encoding="utf-8")
     return 1 if any(result.has_failed for result in results) else 0
 
 

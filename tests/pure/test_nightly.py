@@ -92,6 +92,12 @@ def test_an_unknown_part_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
     assert "there are slow tests, agents, rules" in capsys.readouterr().err
 
 
+def test_finds_the_rows_of_the_chaos_report() -> None:
+    chaos = next(each for each in nightly_parts() if each.name == "chaos")
+    output = "│ requests │ 9 │\n│ tokens lost          │ 0      │\n│ leaked pages │ 0 │\npassed; the server's log: x"
+    assert read_summary(output, chaos.summary) == ["tokens lost 0", "leaked pages 0", "passed"]
+
+
 def test_finds_pytest_summary_lines() -> None:
     output = "...s\n=== 3 passed, 1 skipped, 90 deselected in 2.50s ===\n"
     assert read_summary(output, PYTEST_SUMMARY) == ["3 passed, 1 skipped, 90 deselected in 2.50s"]

@@ -12,7 +12,7 @@ pytest.importorskip("prometheus_client")
 
 from quire.client.engine_client import EngineClient
 from quire.client.supervisor import Supervisor, SupervisorLimits
-from quire.engine.host.wire import Beat, Group
+from quire.engine.host.wire import Beat, GroupUsage
 from quire.server.metrics import Metrics
 from quire.types import Timing, Usage
 
@@ -29,7 +29,9 @@ class FakeClient(EngineClient):
 def make_text() -> str:
     metrics = Metrics()
     client = FakeClient()
-    client.beat = Beat(steps=4, computed_tokens=100, running=2, groups=[Group("full", 10, 7)], transitions={"turn": 5})
+    client.beat = Beat(
+        steps=4, computed_tokens=100, running=2, groups=[GroupUsage("full", 10, 7)], transitions={"turn": 5}
+    )
     supervisor = Supervisor(client, lambda settings: None, {}, SupervisorLimits(1, 1.0, 1.0, None, "same"))
     supervisor.errors.put("engine", "engine_lost", "gone")
     metrics.watch(supervisor)

@@ -277,7 +277,7 @@ def _fixed_triton_ops() -> Ops:
         qk_norm_rope_write=partial(rope_write.qk_norm_rope_write, heads_each=2),
         paged_attention=deterministic_tiles.paged_attention,
         captured_work=deterministic_tiles.CapturedTiles,
-        fused_linear=triton_linear.FixedLinear(),
+        fused_linear=triton_linear.DeterministicLinear(),
     )
 
 

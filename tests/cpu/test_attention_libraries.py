@@ -359,4 +359,4 @@ def test_every_library_has_a_name_the_setting_knows() -> None:
 
     assert {known.setting for known in choose.LIBRARIES} == set(LIBRARY_NAMES)
     assert {"auto", "torch", "triton", *LIBRARY_NAMES, *INSTRUCTION_SETS} == set(knobs()["kernels"].choices or ())
-    assert choose._numbers("2.8.3.post1") == (2, 8, 3) and choose._numbers("0.6.12+cu13") == (0, 6, 12)
+    assert choose._version_numbers("2.8.3.post1") == (2, 8, 3) and choose._version_numbers("0.6.12+cu13") == (0, 6, 12)

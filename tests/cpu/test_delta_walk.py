@@ -31,11 +31,11 @@ def projected(pad: int, offset: int = 0) -> Tensor:
     ({"num_heads": 6}, False), ({"beta_top": 2.0}, False),
 ])  # fmt: skip
 def test_shapes(change: dict[str, Any], fits: bool) -> None:
-    from quire.kernels.triton.recurrent.scan import fits_walk
+    from quire.kernels.triton.recurrent.scan import fits_delta_walk
 
     shape = replace(SHAPE, **change)
-    assert fits_walk(shape, torch.bfloat16) is fits_walk(shape, torch.float16) is fits
-    assert not fits_walk(shape, torch.float32)
+    assert fits_delta_walk(shape, torch.bfloat16) is fits_delta_walk(shape, torch.float16) is fits
+    assert not fits_delta_walk(shape, torch.float32)
 
 
 CASES = [

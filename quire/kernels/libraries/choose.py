@@ -169,7 +169,7 @@ def judge(
 ) -> list[LibraryVerdict]:
     """Our own kernel's verdict, then one per kernel of each library, or one for a library without usable kernels."""
     timer = timer or device_seconds
-    work = _Prompt.make(shape, device)
+    work = _TrialPrompt.make(shape, device)
     judged = [LibraryVerdict("Triton", "Quire's own kernel", seconds=timer(work.launch(ops)))]
     for library in libraries:
         judged += _judge_library(library, ops, shape, device, kernels, work, timer)
@@ -177,7 +177,7 @@ def judge(
 
 
 def _judge_library(
-    library: Library, ops: Ops, shape: TrialShape, device: torch.device, kernels: str, work: _Prompt, timer: Timer
+    library: Library, ops: Ops, shape: TrialShape, device: torch.device, kernels: str, work: _TrialPrompt, timer: Timer
 ) -> Iterator[LibraryVerdict]:
     """Verdicts of a library's kernels; one verdict with the reason if none can be used."""
     installed = library.installed()
@@ -185,8 +185,8 @@ def _judge_library(
         yield LibraryVerdict(library.name, "not installed")
         return
     low, high = library.versions
-    if not low <= _numbers(installed) < high:
-        known = f"{_dotted(low)} or later, before {_dotted(high)}"
+    if not low <= _version_numbers(installed) < high:
+        known = f"{_version_text(low)} or later, before {_version_text(high)}"
         yield LibraryVerdict(library.name, f"this version is not supported; use {known}", installed)
         return
     if kernels not in ("auto", library.setting):
@@ -231,13 +231,13 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _version_numbers(text: str) -> tuple[int, ...]:
     """The numbers of a version: 2.8.3.post1 -> (2, 8, 3)."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
-def _dotted(numbers: tuple[int, ...]) -> str:
+def _version_text(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 
 
@@ -248,12 +248,12 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 def _check_against_reference(ops: Ops, shape: TrialShape, device: torch.device) -> None:
     """Compare a decode row, a fresh prompt and a prompt behind cached tokens, in one step, with the reference. Raises
     if they differ."""
-    step = _Prompt.make(shape, device, counts=[1, 20, 9], lengths=[40, 20, 300])
+    step = _TrialPrompt.make(shape, device, counts=[1, 20, 9], lengths=[40, 20, 300])
     compare(step.launch(ops)(), step.launch(REFERENCE), shape.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _TrialPrompt:
     """A step's inputs over caches of random numbers, with pages in random order."""
 
     shape: TrialShape
@@ -267,7 +267,7 @@ class _Prompt:
     @classmethod
     def make(
         cls, shape: TrialShape, device: torch.device, counts: list[int] | None = None, lengths: list[int] | None = None
-    ) -> _Prompt:
+    ) -> _TrialPrompt:
         """Create inputs. By default one prompt of PROMPT_TOKENS or the model's maximum length."""
         counts = counts or [min(PROMPT_TOKENS, shape.max_len)]
         lengths = lengths or counts

@@ -32,7 +32,7 @@ class LargePages:
     def make(cls, rows: PrefillRows, k_cache: Tensor) -> LargePages:
         """List the copies of `rows` and allocate the large pages."""
         per_large = LARGE // rows.page_tokens
-        counts = num_large(rows.len_bounds)
+        counts = count_large_pages(rows.len_bounds)
         starts = np.cumsum(counts) - counts
         width = rows.page_table.shape[1]
         places = np.arange(int(counts.sum()) * per_large)
@@ -52,7 +52,7 @@ class LargePages:
             torch.index_select(cache, 0, self.sources, out=copy.view(-1, *cache.shape[1:]))
 
 
-def num_large(len_bounds: list[int]) -> np.ndarray:
+def count_large_pages(len_bounds: list[int]) -> np.ndarray:
     """Number of large pages of each row."""
     counts: np.ndarray = -(-np.array(len_bounds, np.int64) // LARGE)
     return counts
@@ -60,4 +60,4 @@ def num_large(len_bounds: list[int]) -> np.ndarray:
 
 def can_copy(rows: PrefillRows) -> bool:
     """Whether pages divide large ones evenly and the copies fit into MAX_TOKENS."""
-    return LARGE % rows.page_tokens == 0 and int(num_large(rows.len_bounds).sum()) * LARGE <= MAX_TOKENS
+    return LARGE % rows.page_tokens == 0 and int(count_large_pages(rows.len_bounds).sum()) * LARGE <= MAX_TOKENS

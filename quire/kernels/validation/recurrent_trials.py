@@ -42,9 +42,9 @@ def settle_delta_net(
     if not runs_on_hopper(ops, device):
         return ops
     from quire.kernels.triton.recurrent import recurrent
-    from quire.kernels.triton.recurrent.scan import fits_walk
+    from quire.kernels.triton.recurrent.scan import fits_delta_walk
 
-    if ops.gated_delta_net is not recurrent.gated_delta_net or not fits_walk(shape, dtype):
+    if ops.gated_delta_net is not recurrent.gated_delta_net or not fits_delta_walk(shape, dtype):
         return ops
 
     def exchange() -> Ops:

@@ -291,7 +291,7 @@ def _join_spans_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class FixedTuning:
+class DeterministicTuning:
     """Tile sizes; they depend on the model's shape alone."""
 
     block_q: int  # queries per tile: tokens times the heads that share a key-value head
@@ -300,15 +300,15 @@ class FixedTuning:
     num_stages: int
 
 
-def tune(group: int, head_dim: int, element_size: int) -> FixedTuning:
+def tune(group: int, head_dim: int, element_size: int) -> DeterministicTuning:
     """Tuning of a shape. `element_size`: bytes of a query's element."""
     block_q = max(64, triton.next_power_of_2(group))
     width = padded_dim(head_dim)
     if element_size == 4:  # no tensor cores; operands are held in registers
-        return FixedTuning(max(16, triton.next_power_of_2(group)), 32, 4, 2)
+        return DeterministicTuning(max(16, triton.next_power_of_2(group)), 32, 4, 2)
     if width <= 128:
-        return FixedTuning(block_q, 64, 4, 2)
-    return FixedTuning(block_q, 32 if width > 256 else 64, 8, 2)
+        return DeterministicTuning(block_q, 64, 4, 2)
+    return DeterministicTuning(block_q, 32 if width > 256 else 64, 8, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ def attend_tiles(
     page_table: Tensor,
     positions: Tensor,
     scale: float,
-    tuning: FixedTuning,
+    tuning: DeterministicTuning,
     tiles: Tensor,
     num_tiles: int,
     num_shares: int,

@@ -19,7 +19,7 @@ from quire.kernels.triton.attention.decode import padded_dim
 from quire.kernels.triton.attention.deterministic import (
     SPAN,
     TILE_FIELDS,
-    FixedTuning,
+    DeterministicTuning,
     SpanPartials,
     attend_tiles,
     tune,
@@ -36,7 +36,7 @@ NO_SLOT = -1
 class TileWork:
     """Work list and buffers that all layers of a step share."""
 
-    tuning: FixedTuning
+    tuning: DeterministicTuning
     tiles: Tensor  # int32, flat
     num_tiles: int
     num_shares: int  # programs per tile with slots
@@ -44,17 +44,17 @@ class TileWork:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _TileShape:
     """Shape of the heads and the device, which determine how far tiles are split."""
 
     num_kv_heads: int
     head_dim: int
     group: int
-    tuning: FixedTuning
+    tuning: DeterministicTuning
     device: torch.device
 
     @classmethod
-    def of(cls, q: Tensor, k_cache: Tensor) -> _Shape:
+    def of(cls, q: Tensor, k_cache: Tensor) -> _TileShape:
         num_kv_heads, head_dim = k_cache.shape[2], k_cache.shape[3]
         group = q.shape[1] // num_kv_heads
         return cls(num_kv_heads, head_dim, group, tune(group, head_dim, q.element_size()), q.device)
@@ -89,7 +89,7 @@ def paged_attention(
 ) -> Tensor:
     """Attend as `paged.paged_attention`, with the same plans."""
     if plan.prepared is None:
-        shape = _Shape.of(q, k_cache)
+        shape = _TileShape.of(q, k_cache)
         if plan.work is not None:
             plan.prepared = plan.work.prepare(plan, shape)
         else:
@@ -127,7 +127,7 @@ def _max_spans(num_keys: int, window: int | None) -> int:
     return spans if window is None else min(spans, -(-window // SPAN) + 2)
 
 
-def _plan_decodes(plan: TritonPlan, shape: _Shape) -> TileWork:
+def _plan_decodes(plan: TritonPlan, shape: _TileShape) -> TileWork:
     """Work of a decode-only step. It needs only a length bound from the host: the list is made on the device, so the
     step can be captured."""
     num_tiles, lanes = len(plan.counts), triton.next_power_of_2(shape.group)
@@ -142,7 +142,7 @@ def _plan_decodes(plan: TritonPlan, shape: _Shape) -> TileWork:
     return TileWork(shape.tuning, tiles, num_tiles, num_shares if is_shared else 1, partials)
 
 
-def _plan_mixed(plan: TritonPlan, shape: _Shape) -> TileWork:
+def _plan_mixed(plan: TritonPlan, shape: _TileShape) -> TileWork:
     """Work of a mixed step, listed on the host and uploaded."""
     assert plan.row_index is None, "a permanent page table is for decode-only steps"
     max_slots = shape.max_slots(shape.tuning.block_q)
@@ -183,7 +183,7 @@ class CapturedTiles:
     def __init__(self, num_tokens: int, num_decodes: int, num_prefills: int):
         self._num_tokens, self._num_rows = num_tokens, num_decodes + num_prefills
         self._work: TileWork | None = None
-        self._shape: _Shape | None = None
+        self._shape: _TileShape | None = None
         self._window: int | None = None
         self._max_slots = 0
 
@@ -192,7 +192,7 @@ class CapturedTiles:
         """Whether a layer has attended with it."""
         return self._work is not None
 
-    def prepare(self, plan: TritonPlan, shape: _Shape) -> TileWork:
+    def prepare(self, plan: TritonPlan, shape: _TileShape) -> TileWork:
         """Allocate the lists at the first run; later calls return the same work."""
         if self._work is None:
             num_tiles = -(-self._num_tokens // shape.tile_tokens) + self._num_rows

@@ -27,7 +27,7 @@ MERGE_LANES = 32  # queries merged by one program
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class TileShares:
     """Items of each program, and merges of those that were cut."""
 
     items: np.ndarray  # int32: start of each program's list, num_programs + 1 numbers, then a record per item
@@ -47,7 +47,7 @@ class SharePartials:
         return cls(sums, torch.empty(num_slots, 2, LANES, dtype=torch.float32, device=device))
 
 
-def distribute_tiles(tiles: list[list[int]], num_kv_heads: int, window: int | None, num_programs: int) -> Shares:
+def distribute_tiles(tiles: list[list[int]], num_kv_heads: int, window: int | None, num_programs: int) -> TileShares:
     """Distribute tiles, heaviest first (see `prefill.list_tiles`), in alternating direction: the program that receives
     the heaviest item of one round receives the lightest of the next."""
     fields = np.array(tiles, np.int32).reshape(-1, 4)  # row, first token, tokens, keys
@@ -77,7 +77,7 @@ def distribute_tiles(tiles: list[list[int]], num_kv_heads: int, window: int | No
     begins = np.zeros(num_programs + 1, np.int32)
     np.cumsum(np.bincount(program, minlength=num_programs), out=begins[1:])
     dealt = items[np.argsort(program, kind="stable")]
-    return Shares(np.concatenate((begins, dealt.reshape(-1))), merges.reshape(-1))
+    return TileShares(np.concatenate((begins, dealt.reshape(-1))), merges.reshape(-1))
 
 
 def max_merges(num_programs: int) -> int:

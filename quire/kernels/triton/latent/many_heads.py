@@ -161,8 +161,8 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, cache: Tensor, plan: Trit
             work,
             work.num_decodes,
             work.num_splits,
-            _as_list(work.token_index, plan),
-            _as_list(work.row_index, plan),
+            _as_int32(work.token_index, plan),
+            _as_int32(work.row_index, plan),
         )
     if work.num_decodes and work.num_splits > 1:
         _merge(out, plan, work)
@@ -181,7 +181,7 @@ def _merge(out: Tensor, plan: TritonPlan, work: LatentWork) -> None:
         work.total,
         out,
         plan.positions,
-        *_as_list(work.token_index, plan),
+        *_as_int32(work.token_index, plan),
         out.stride(1),
         out.stride(0),
         work.num_splits,
@@ -209,7 +209,7 @@ def num_splits(num_programs: int, len_bound: int, num_processors: int) -> int:
     return min(range(1, min(MAX_SPLITS, max(1, len_bound // MIN_SPAN)) + 1), key=microseconds)
 
 
-def _as_list(index: Tensor | None, plan: TritonPlan) -> tuple[Tensor, int]:
+def _as_int32(index: Tensor | None, plan: TritonPlan) -> tuple[Tensor, int]:
     """`index` as int32 with the stride of its entries, so that one compiled kernel reads lists of any integer type. A
     stride of 0 means that there is no list; the tensor is then arbitrary."""
     if index is None:

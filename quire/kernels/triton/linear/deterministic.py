@@ -155,7 +155,7 @@ def fixed_linear(
     return out
 
 
-class FixedLinear:
+class DeterministicLinear:
     """Implements the table's `FusedLinear`, for any number of rows."""
 
     def wins(self, num_rows: int, weight: Tensor, gate: Curve | None) -> bool:

@@ -28,7 +28,7 @@ from quire.kernels.triton.recurrent.step import silu
 
 CHUNK, SMALL_CHUNK = 64, 32  # tokens
 PREPARE_WARPS = 4
-CHIP_BYTES = 220_000  # of a multiprocessor's shared memory
+SHARED_MEMORY_BYTES = 220_000  # of a multiprocessor's shared memory
 # Minimum columns of products of 64 tokens: with 16 or 32 columns they read out of bounds on Hopper (Triton 3.6), while
 # products of 32 tokens are correct.
 MIN_COLUMNS = 64
@@ -377,7 +377,7 @@ def tune_walk(
     chunk_bytes = element_size * chunk * ((3 if delta else 2) * key_block + value_block + (chunk if delta else 0))
     if not delta and num_matrices * block(shape.value_dim) // value_block >= 2 * num_processors:
         return value_block, 4, 1
-    return value_block, 4, max(1, min(3, (CHIP_BYTES - element_size * value_block * key_block) // chunk_bytes))
+    return value_block, 4, max(1, min(3, (SHARED_MEMORY_BYTES - element_size * value_block * key_block) // chunk_bytes))
 
 
 def processors(x: Tensor) -> int:
@@ -391,7 +391,7 @@ def chunk_tokens(shape: RecurrentShape, dtype: torch.dtype) -> int:
     return SMALL_CHUNK if narrow or dtype == torch.float32 else CHUNK
 
 
-def fits_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
+def fits_delta_walk(shape: RecurrentShape, dtype: torch.dtype) -> bool:
     """Whether `hopper.gated_delta` supports the model's delta nets. Each head adds two elements to a row of x. The
     kernels do not support a beta above 1."""
     return _fits_hopper(shape, dtype, (128, 128), 4) and shape.beta_top == 1.0

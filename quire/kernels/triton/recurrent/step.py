@@ -322,7 +322,7 @@ class StepTuning:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _StepForm:
     """A tuning for keys of 128. `fit_delta` and `fit_mamba`: programs per multiprocessor with an H200's registers."""
 
     value_block: int
@@ -331,7 +331,7 @@ class _Form:
     fit_mamba: int
 
 
-WIDE, LARGE, SMALL = _Form(16, 2, 7, 4), _Form(16, 1, 8, 8), _Form(8, 1, 14, 16)
+WIDE, LARGE, SMALL = _StepForm(16, 2, 7, 4), _StepForm(16, 1, 8, 8), _StepForm(8, 1, 14, 16)
 
 
 def tune(num_programs: int, key_block: int, value_block: int, num_processors: int, delta: bool) -> StepTuning:

@@ -19,7 +19,7 @@ from quire.kernels.triton.recurrent import recurrent
 from quire.kernels.triton.recurrent.hopper.chunks import _ready_kernel
 from quire.kernels.triton.recurrent.hopper.delta_kernel import _walk_hopper_kernel
 from quire.kernels.triton.recurrent.recurrent import TritonRecurrentPlan
-from quire.kernels.triton.recurrent.scan import fits_walk
+from quire.kernels.triton.recurrent.scan import fits_delta_walk
 
 BOX = [64, 64]  # a TMA box: a chunk's tokens, as many columns as the swizzle allows
 PREPARE_REGISTERS = 128  # per thread: four programs of the preparing kernel fit on a multiprocessor
@@ -40,7 +40,7 @@ class PreparedChunks:
 
 def supports(x: Tensor, shape: RecurrentShape, state: Tensor) -> bool:
     """Whether the kernels support the inputs; else use `recurrent.recurrent`."""
-    return fits_walk(shape, x.dtype) and supports_tma(x, state)
+    return fits_delta_walk(shape, x.dtype) and supports_tma(x, state)
 
 
 def supports_tma(x: Tensor, state: Tensor) -> bool:

@@ -1,1 +1,1 @@
-"""The chaos gate: a server under mixed traffic, faults by seed, and proof that no token was lost, doubled or wrong."""
+"""The chaos gate: runs a server under traffic, injects faults by seed, and counts lost, duplicated and wrong tokens."""

@@ -1,10 +1,9 @@
-"""An answer under chaos against the same answer undisturbed: identical, parted at a near-tie, or wrong, and how.
+"""Compares a reply under faults with the undisturbed reply: identical, diverged at a near-tie, or wrong.
 
-The default mode may part from the undisturbed run only where two tokens were nearly tied: a stream that goes on in
-another engine has its past computed in other company, which may decide in which order sums are taken. How much that
-moves a token is measured: every request is asked once among others and once alone, and two tokens are tied if they lie
-no further apart than both may have moved, and in no case more than `MAX_TIE_GAP`. In the deterministic mode nothing may
-differ.
+In the default mode a reply may diverge where two tokens were nearly tied: a stream that another engine resumes has its
+prefix computed in other batches, which changes the order of sums. The run measures how far that moves a token: every
+request is sent once among others and once alone. Two tokens are tied if their scores differ by at most what both may
+have moved, and by at most `MAX_TIE_GAP`. In the deterministic mode any difference is wrong.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from dataclasses import dataclass
 from quire.bench.online.streamed_chat import Choice, StreamedReply
 from quire.chaos.traffic import ScriptedRequest
 
-ROUNDING_GAP = 1e-3  # of a logit in float32, which the order of sums moves
-MAX_TIE_GAP = 0.05  # nats: what moves tokens by more has no near-ties, it has other answers
-Noise = Callable[[int, int, int, bytes], float]  # seed, sample index, position, token -> what was added to its score
+ROUNDING_GAP = 1e-3  # change of a float32 logit by the order of sums
+MAX_TIE_GAP = 0.05  # nats: a larger difference is no near-tie
+Noise = Callable[[int, int, int, bytes], float]  # seed, sample index, position, token -> noise added to the score
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ReplyDifference:
 
 
 class SampleNoise:
-    """The noise a seeded sample drew for a token: part of what runs compared. It needs torch, so it imports late."""
+    """The sampling noise of a seeded request for a token. Imports torch when it is first called."""
 
     def __init__(self, token_ids: Mapping[bytes, int], vocab_size: int):
         self._token_ids, self._vocab_size = token_ids, vocab_size
@@ -60,18 +59,18 @@ class SampleNoise:
 
 @dataclass(frozen=True, slots=True)
 class NumericTolerance:
-    """What the default mode may differ by: how far company moved the log-probability of any token, and the noise."""
+    """The allowed difference of the default mode: the measured shift of log-probabilities, and the sampling noise."""
 
     shift: float
     noise: Noise
 
     def near_tie(self, temperature: float) -> float:
-        """Two scores closer than this may change places: each may have moved."""
+        """Return the largest gap of two scores that may change their order: each may have moved."""
         return min(MAX_TIE_GAP, max(ROUNDING_GAP, 2 * self.shift)) / (temperature or 1.0)
 
 
 def measure_shift(among_others: StreamedReply, alone: StreamedReply) -> float:
-    """How far the log-probability of any token moved, as long as both runs said the same."""
+    """Return the largest change of a token's log-probability up to the first different token."""
     shift = 0.0
     for index, want in among_others.choices.items():
         got = alone.choices.get(index, Choice())
@@ -85,7 +84,7 @@ def measure_shift(among_others: StreamedReply, alone: StreamedReply) -> float:
 def compare(
     script: ScriptedRequest, expected: StreamedReply, seen: StreamedReply, tolerance: NumericTolerance | None
 ) -> ReplyDifference:
-    """`tolerance`: None in the deterministic mode, where no gap excuses a difference."""
+    """Compare a reply with the expected one. `tolerance`: None in the deterministic mode, without allowance."""
     difference = ReplyDifference()
     for index, want in expected.choices.items():
         got = seen.choices.get(index, Choice())
@@ -141,7 +140,7 @@ def _add_difference(
 def _score_gap(
     script: ScriptedRequest, index: int, place: int, want: Choice, got: Choice, expected: StreamedReply, noise: Noise
 ) -> float:
-    """How far apart the two tokens were in what decided between them; both runs had the same past up to here."""
+    """Return the gap between the scores of the two tokens; the tokens before `place` are the same in both replies."""
     scores: list[float] = []
     for choice in (want, got):
         token, past = choice.tokens[place], want.tokens[:place]

@@ -1,7 +1,7 @@
-"""The engine process of the chaos gate: the real one, with something between its parts that disturbs them on demand.
+"""The engine process of the chaos gate: the real engine with wrappers that inject armed faults.
 
-Started as `python -m quire.chaos.engine_process ORDERS ADDRESS` in place of `quire.cli.serve_engine`. All faults come
-in at the engine's own seams: workers, masks, the grammar desk, the socket.
+Started as `python -m quire.chaos.engine_process ORDERS ADDRESS` in place of `quire.cli.serve_engine`. The
+wrappers sit at the engine's seams: workers, masks, the grammar compile queue, the socket.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BALLAST_BYTES = 1 << 30
 
 
 class FaultyWorkers:
-    """Workers that fail on demand."""
+    """Workers that inject armed faults and poisons."""
 
     def __init__(self, inner: Workers, faults: ArmedFaults):
         self._inner, self._faults = inner, faults
-        self._poison: dict[int, str] = {}  # row -> what its request does
+        self._poison: dict[int, str] = {}  # row -> poison of its request
         self._ballast = b""
 
     def forward(self, plan: Plan) -> Any:
@@ -48,7 +48,7 @@ class FaultyWorkers:
             raise RuntimeError("chaos: the forward pass failed")
         if self._faults.take("memory"):
             raise MemoryError("chaos: out of memory")
-        if self._faults.take("outgrow"):  # no kind of the gate's, whose report tells the peak: a test orders it
+        if self._faults.take("outgrow"):  # armed by a test only: the gate reports the peak memory
             self._ballast = b"\1" * BALLAST_BYTES
         if self._faults.take("host_page"):
             self._corrupt_host()
@@ -90,7 +90,7 @@ class FailingTicket:
 
 
 class FaultyTicket:
-    """A ticket whose output may be such that committing it breaks the engine's books."""
+    """A ticket whose output may make the commit fail halfway."""
 
     def __init__(self, inner: Ticket, faults: ArmedFaults):
         self._inner, self._faults = inner, faults
@@ -98,21 +98,21 @@ class FaultyTicket:
     def wait(self) -> StepOutput:
         output = self._inner.wait()
         if self._faults.take("commit"):
-            output.tokens = output.tokens[:-1]  # one row's tokens are missing: an IndexError in mid-commit
+            output.tokens = output.tokens[:-1]  # one row's tokens are missing: an IndexError during the commit
         if self._faults.take("starve"):
             output.tokens = UnreadableTokens(output.tokens)
         return output
 
 
 class UnreadableTokens(list[list[int]]):
-    """Tokens that can't be taken in for lack of memory."""
+    """Tokens whose access raises MemoryError."""
 
     def __getitem__(self, index: Any) -> Any:
         raise MemoryError("chaos: out of memory where the engine can't go on")
 
 
 class FaultyDesk:
-    """A grammar desk that can't prepare some requests."""
+    """A grammar compile queue that fails to prepare poisoned requests."""
 
     def __init__(self, inner: Any):
         self._inner = inner
@@ -141,7 +141,7 @@ def faulty_masks(faults: ArmedFaults, fill: FillMasks) -> FillMasks:
 
 
 class FaultySocket:
-    """Loses, doubles and damages frames, and hears voices."""
+    """A socket that loses, duplicates and damages frames, and adds foreign ones."""
 
     def __init__(self, inner: Socket, faults: ArmedFaults):
         self._inner, self._faults = inner, faults

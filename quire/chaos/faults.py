@@ -1,7 +1,7 @@
-"""What shall go wrong next, inside a process under test. The gate arms faults through a socket, the wrappers ask.
+"""Faults armed in a process under test. The gate arms them through a socket, and the wrappers take them.
 
-A fault is armed once and happens once, unless it is a poison: that one follows a request around, known by the seed the
-gate gave it, and happens every time. Nothing here is reachable from a server that was not started by the gate.
+An armed fault happens once. A poison belongs to a request, is recognised by the request's seed, and happens whenever
+that request is computed. A server that the gate did not start has no such socket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ POISONS = ("raise", "nonfinite", "die", "mask", "prepare", "detokenize")
 
 
 def poison_seed(kind: str) -> int:
-    """The seed that makes a request poisonous."""
+    """Return the seed that marks a request with this poison."""
     return POISON_BASE + POISONS.index(kind)
 
 
@@ -28,7 +28,7 @@ def poison_of(seed: int | None) -> str | None:
 
 
 class ArmedFaults:
-    """Armed faults of one process. Any thread may arm, the process's own loop takes."""
+    """The armed faults of one process. Any thread may arm them; the engine's loop takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class ArmedFaults:
             self._armed[kind] += 1
 
     def take(self, kind: str) -> bool:
-        """Has this been armed? Then it happens now."""
+        """Return whether a fault of this kind is armed, and disarm it: the caller makes it happen."""
         if not self._armed:
             return False
         with self._lock:
@@ -53,7 +53,7 @@ class ArmedFaults:
             return True
 
     def listen(self, path: Path) -> None:
-        """Take orders at a socket, in a thread; a process that died before left its socket behind."""
+        """Receive orders at a socket, in a thread. A socket that a dead process left there is replaced."""
         with suppress(FileNotFoundError):
             path.unlink()
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -68,12 +68,15 @@ class ArmedFaults:
                 connection.settimeout(5)
                 order = json.loads(connection.makefile("rb").readline())
                 connection.sendall(json.dumps(dict(self.happened)).encode() + b"\n")
-                if order.get("arm"):  # answered before: it may be the end of this process, and then of the next one too
+                if order.get(
+                    "arm"
+                ):  # after the reply: the fault may end this process, and a repeated order the next one
                     self.arm(str(order["arm"]))
 
 
 def arm_fault(path: Path, kind: str | None) -> dict[str, int] | None:
-    """Arm a fault in the process that listens there; returns what has happened in it so far, None if nobody listens."""
+    """Arm a fault, if `kind` is given, in the process that listens at `path`; return the counts of faults that
+    happened in it, None if no process listens."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(5)

@@ -1,7 +1,7 @@
 """One chaos run: a server, an undisturbed pass over all requests, the same requests under faults, and the count.
 
-`quire chaos` calls `run_gate`. Faults that take the engine process away are injected one at a time, the next when the
-engine is back and has cleared those who were aboard: two of them in a row would make a suspect of anyone.
+`quire chaos` calls `run_gate`. Faults that end the engine process are injected one at a time. The next one waits until
+the engine is ready and no request is suspected: two losses in a row would quarantine innocent requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire.text.loading import load_tokenizer
 from quire.types import QuireError
 
 START_SECONDS = 300.0
-RECOVERY_SECONDS = 180.0  # an engine must be back within this
+RECOVERY_SECONDS = 180.0  # limit for the engine to be ready again
 
 
 @dataclass(slots=True)
@@ -51,10 +51,10 @@ class ChaosRun:
     hostile_traffic: HostileTraffic | None = None
     scripts: list[ScriptedRequest] = field(default_factory=list)
     expected: dict[str, StreamedReply] = field(default_factory=dict)
-    sample_noise: SampleNoise | None = None  # of seeded samples; None: deterministic
+    sample_noise: SampleNoise | None = None  # noise of seeded samples; None in the deterministic mode
     tolerance: NumericTolerance | None = None
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="quire-chaos-")))
-    is_stopping: bool = False  # no new requests
+    is_stopping: bool = False  # stream loops send no new requests
 
     # -- the server -----------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class ChaosRun:
     # -- traffic --------------------------------------------------------------------------------------------------
 
     async def stream_patiently(self, body: dict[str, Any], **options: Any) -> StreamedReply:
-        """A request as a patient client makes it: told to come back later, it does."""
+        """Stream one request, and repeat it while the server answers 429 or 503."""
         assert self.endpoint is not None
         while True:
             seen = await stream_chat(self.endpoint, body, **options)
@@ -133,7 +133,7 @@ class ChaosRun:
             self.report.shift = self.tolerance.shift
 
     async def measure_shift_alone(self) -> float:
-        """How far tokens move when each request is asked by itself, and computed from its first token on."""
+        """Return the shift of log-probabilities when each request is sent alone and without cached prefix."""
         shifts = []
         for script in self.scripts:
             alone = await self.stream_patiently({**script.body, "cache_salt": "alone"})
@@ -161,7 +161,7 @@ class ChaosRun:
     # -- faults ---------------------------------------------------------------------------------------------------
 
     async def inject_all(self) -> None:
-        """Each kind in turn, spread over the time there is; the order is the seed's."""
+        """Inject each kind in turn, spread over the run's time, in an order that the seed decides."""
         rng = random.Random(f"{self.settings.seed}/faults")
         chosen = self.settings.kinds
         total = self.settings.faults or max(len(chosen), int(self.settings.seconds / 8))
@@ -190,7 +190,7 @@ class ChaosRun:
         if kind in DEATHS:
             await self.kill_engine(kind)
         elif kind in STEPS:
-            await self.wait_until_ready()  # several in a row would look like the fault of whoever is suspected
+            await self.wait_until_ready()  # several failed steps in a row would implicate a suspected request
             before = await asyncio.to_thread(arm_fault, self.fault_socket, None) or {}
             failures = await self.failed_steps()
             await self.arm(kind)
@@ -220,43 +220,44 @@ class ChaosRun:
             await self.arm(kind)
         await self.wait_until_replaced(state["restarts"])
         left = await self.num_pages()
-        shrinks = kind == "starve" and pages > 0.6 * self.settings.num_pages  # down to half of the first one's
+        # The supervisor shrinks the pool down to half of the first engine's pages.
+        shrinks = kind == "starve" and pages > 0.6 * self.settings.num_pages
         assert left < pages if shrinks else left <= pages, f"the next engine has {left} pages after one of {pages}"
 
     async def num_pages(self) -> int:
         return int((await self.admin("GET", "/admin/engine"))["memory"]["groups"][0]["units"])
 
     async def arm(self, kind: str) -> None:
-        """Arm a fault in the engine process; between two of them there is nobody to take the order."""
+        """Arm a fault in the engine process; wait for the next process if there is none."""
         async with asyncio.timeout(RECOVERY_SECONDS):
             while await asyncio.to_thread(arm_fault, self.fault_socket, kind) is None:
                 await asyncio.sleep(0.1)
 
     async def wait_until_injected(self, kind: str, before: int) -> None:
-        """Until the armed fault has come about, once more than before."""
+        """Wait until the fault has happened once more than `before`."""
         async with asyncio.timeout(RECOVERY_SECONDS):
             while (await asyncio.to_thread(arm_fault, self.fault_socket, None) or {}).get(kind, 0) == before:
                 await asyncio.sleep(0.05)
 
     async def failed_steps(self) -> int:
-        """How many steps have failed in this engine, as its last beat says."""
+        """Return how many steps have failed in this engine, as of its last beat."""
         return int((await self.admin("GET", "/admin/state"))["loop"]["transitions"].get("fail", 0))
 
     async def wait_for_failed_steps(self, failures: int) -> None:
-        """Until a beat knows of one more failed step: before it, the engine is not known to suspect anyone."""
+        """Wait for a beat with one more failed step. Until then the state does not show the engine's suspects."""
         async with asyncio.timeout(RECOVERY_SECONDS):
             while await self.failed_steps() <= failures:
                 await asyncio.sleep(0.05)
 
     async def wait_until_replaced(self, restarts: int) -> None:
-        """The engine was lost since there were so many restarts, and is back."""
+        """Wait for one more restart than `restarts`, and until the engine is ready."""
         async with asyncio.timeout(RECOVERY_SECONDS):
             while (await self.admin("GET", "/admin/state"))["restarts"] <= restarts:
                 await asyncio.sleep(0.1)
         await self.wait_until_ready()
 
     async def wait_until_ready(self) -> None:
-        """Ready, and nobody is under suspicion any more."""
+        """Wait until the engine is ready and no request is suspected."""
         async with asyncio.timeout(RECOVERY_SECONDS):
             while True:
                 state = await self.admin("GET", "/admin/state")
@@ -266,14 +267,14 @@ class ChaosRun:
                 await asyncio.sleep(0.1)
 
     async def send_poison(self, name: str) -> None:
-        """A request that can't be computed ends alone, with its own error."""
+        """Send a poisoned request, which must end alone, with its own error."""
         body: dict[str, Any] = {
             "messages": [{"role": "user", "content": "poison"}],
             "max_tokens": 8,
             "stream": True,
             "temperature": 0.7,
         }
-        if name == "detokenize":  # an answer that ends with its first token has no text that could fail
+        if name == "detokenize":  # a reply that ends with its first token has no text to detokenize
             body |= {"skip_special_tokens": False, "ignore_eos": True}
         else:
             body["seed"] = poison_seed(name)
@@ -296,7 +297,7 @@ class ChaosRun:
         self.report.count(script, seen, compare(script, self.expected[script.name], seen, self.tolerance))
 
     async def vanish(self, rng: random.Random) -> None:
-        """A client that announces a body and goes away, at every stage."""
+        """Connect, announce a body, and disconnect after several lengths of it."""
         assert self.endpoint is not None
         whole = self.endpoint.head("POST", "/chat/completions", 100) + b'{"messages": ['
         for cut in (3, 40, len(whole)):
@@ -314,7 +315,7 @@ class ChaosRun:
             assert 400 <= status < 500, f"{body[:80]!r} was answered with {status} {error_code(answer)}"
 
     async def full_disk(self, rng: random.Random) -> None:
-        """Nothing more can be written to files for a moment: stored responses may fail, streams may not."""
+        """Let file writes of the server fail for one request: storing a response may fail, streams may not."""
         assert self.endpoint is not None and self.process is not None
         await self.wait_until_ready()
         before = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
@@ -329,7 +330,7 @@ class ChaosRun:
     # -- the end --------------------------------------------------------------------------------------------------
 
     async def check_at_end(self) -> None:
-        """Idle again: is everything back, and what did it cost?"""
+        """Wait until the server is idle, check for leaks, and add the server's counters to the report."""
         async with asyncio.timeout(RECOVERY_SECONDS):
             while True:
                 engine = (await self.admin("GET", "/v1/stats"))["engine"]

@@ -1,8 +1,7 @@
-"""Hostile requests among a gate's own: drawn by seed from every kind there is, each answer held against the right ones.
+"""Hostile requests within the gate's traffic: drawn by seed from all kinds of attacks, each answer checked.
 
-The stream loops of `gate` send one now and then. Requests are small here: what their size does to the server is what
-`quire bench hostile` measures; what they do to the streams beside them, and to a server whose engine is being killed,
-is counted here.
+The stream loops of `gate.py` send them between their own requests. They are small: `quire bench hostile` measures the
+effect of large ones. The gate counts their effect on concurrent streams and on a server whose engine is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from quire.bench.hostile.attacks import Attack, Tally, make_attacks
 from quire.bench.hostile.requests import SMALL, Target
 from quire.bench.online.stream_client import Endpoint
 
-HOLD_SECONDS = 1.0  # of connections that idle or drip
+HOLD_SECONDS = 1.0  # for connections that idle or send slowly
 FLOOD_BYTES, CONNECTIONS = 4 << 20, 16
 
 
@@ -27,7 +26,7 @@ class HostileTraffic:
         ]
 
     async def send_one(self, rng: random.Random, sent: Counter[str], wrong: Counter[str]) -> None:
-        """One attack; `sent` counts its requests by kind, `wrong` those that were not answered as they should be."""
+        """Send one attack. `sent` counts its requests by kind, `wrong` those with a wrong answer."""
         kind, attack = rng.choice(self._attacks)
         tally = Tally()
         try:

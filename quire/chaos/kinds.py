@@ -1,8 +1,9 @@
-"""The kinds of faults the gate knows."""
+"""The kinds of faults that the gate injects, by their effect."""
 
 from __future__ import annotations
 
-# By what they do; each kind is injected in turn, in an order the seed decides.
+# DEATHS end the engine process. STEPS disturb steps, frames or swap space. Each kind is injected in turn, in an
+# order that the seed decides.
 DEATHS = ("kill", "stop", "crash", "commit", "starve", "frame_lost", "frame_damaged", "order_damaged")
 STEPS = (
     "forward",
@@ -16,7 +17,7 @@ STEPS = (
     "order_doubled",
     "host_page",
 )
-FAILING_STEPS = ("forward", "sample", "wait", "mask", "memory")  # of these, the ones that make a step fail
+FAILING_STEPS = ("forward", "sample", "wait", "mask", "memory")  # the kinds of STEPS after which a step fails
 POISON_CODES = {
     "raise": "step_failed",
     "nonfinite": "bad_logits",

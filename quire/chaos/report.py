@@ -1,4 +1,4 @@
-"""What a chaos run came to: counts, and whether it passed. As a table, as JSON, as a page."""
+"""The result of a chaos run: counts, and whether it passed; as a table, as JSON or as Markdown."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Report:
     seconds: float = 0.0
     num_requests: int = 0
     num_tokens: int = 0
-    num_refused: int = 0  # told to come back, and did
+    num_refused: int = 0  # replies 429 and 503, after which the client repeated the request
     by_kind: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    failed: int = 0  # requests that ended with an error and had done nothing wrong
+    failed: int = 0  # requests that ended with an error without a fault of their own
     lost: int = 0
     duplicated: int = 0
     wrong: int = 0
     leaked: int = 0
-    shift: float = 0.0  # by which company alone moved the log-probability of a token
+    shift: float = 0.0  # largest change of a token's log-probability by batch composition alone
     hostile_sent: Counter[str] = field(default_factory=Counter)  # hostile requests by kind
-    hostile_wrong: Counter[str] = field(default_factory=Counter)  # of these, by request and answer
+    hostile_wrong: Counter[str] = field(default_factory=Counter)  # wrongly answered ones, by kind and answer
     near_ties: list[Divergence] = field(default_factory=list)
     resumed: int = 0
     restarts: int = 0
@@ -55,7 +55,7 @@ class Report:
             self.problems.append(f"{script.name} ({script.kind}): {difference.detail}")
 
     def fail(self, script: ScriptedRequest, why: str, expected: StreamedReply) -> None:
-        """All that should have come and did not is lost."""
+        """Count a failed request; all tokens of its expected reply are lost."""
         self.num_requests += 1
         self.failed += 1
         self.lost += sum(len(choice.tokens) for choice in expected.choices.values())
@@ -122,7 +122,7 @@ def _shown(counts: Counter[str]) -> str:
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """Of sorted values, the nearest rank; 0 of none."""
+    """Return the nearest-rank percentile of sorted values; 0 without values."""
     if not values:
         return 0.0
     return values[min(len(values) - 1, max(0, -(-len(values) * int(percent) // 100) - 1))]

@@ -1,4 +1,4 @@
-"""The server process of the chaos gate: `quire serve` with a disturbed engine and a detokenizer that may fail.
+"""The server process of the chaos gate: a server with a faulty engine process and a detokenizer that may fail.
 
 Started as `python -m quire.chaos.server_process ORDERS [options]`; the options are those of `quire serve`.
 """
@@ -22,7 +22,7 @@ from quire.types import QuireError
 
 
 class FaultyTokenizer:
-    """The real one, but a request that wants to see special tokens can't have its text made: only the gate asks so."""
+    """A tokenizer that fails to detokenize requests with `skip_special_tokens: false`, which only the gate sends."""
 
     def __init__(self, inner: Tokenizer):
         self._inner = inner

@@ -15,7 +15,7 @@ ADMIN_KEY = "chaos"
 
 @dataclass(frozen=True, slots=True)
 class ChaosSettings:
-    model: str = "smollm2"  # `tiny`: made on the spot
+    model: str = "smollm2"  # `tiny`: a generated model
     seconds: float = 60.0
     streams: int = 8
     seed: int = 0
@@ -31,7 +31,7 @@ class ChaosSettings:
 
     @property
     def num_pages(self) -> int:
-        """Few: requests push each other out, so that swap space is used."""
+        """Pages of the server: so few that requests preempt each other and swap space is used."""
         return 24 * min(32, self.streams)
 
 

@@ -1,7 +1,7 @@
-"""The requests of a chaos run, made from its seed, and what a client sees of each: tokens, text, end or error.
+"""The requests of a chaos run, generated from its seed.
 
-Every answer is streamed with the log-probability of each token, so that an answer can be compared with the undisturbed
-one token by token, and a place where they part can be told from a near-tie.
+Every reply is streamed with the log-probability of each token, so that it can be compared with the undisturbed reply
+token by token, and a difference can be distinguished from a near-tie.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = ("greedy", "seeded", "long", "schema", "tool", "penalties", "several", "
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRequest:
-    """One request, always the same."""
+    """One request of the run, sent many times."""
 
     name: str
     kind: str
@@ -83,7 +83,7 @@ def _script(rng: random.Random, name: str, kind: str, max_tokens: int, long_word
 
 
 def invalid_bodies(rng: random.Random) -> list[bytes]:
-    """What no client should send; each must be refused as the client's own mistake."""
+    """Return invalid bodies; the server must refuse each with a status of 400 to 499."""
     deep = b"[" * 2000 + b"]" * 2000
     good: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     wrong: list[dict[str, Any]] = [

@@ -126,7 +126,9 @@ def plan_memory(
             "Free memory, choose a smaller model, or lower max_batch_tokens.",
         )
     if slot and num_slots - 1 < max_rows:
-        notes.append(f"there are {num_slots - 1} state slots, so no more of max_rows={max_rows} requests run at once")
+        notes.append(
+            f"{num_slots - 1} state slots limit the requests that run at once to fewer than max_rows={max_rows}"
+        )
     if page and num_pages < 3:
         raise QuireError(
             "out_of_memory",
@@ -142,7 +144,7 @@ def plan_memory(
         need = _least_pages(spec)
         if spec.kind == "paged" and spec.window is not None and num_pages < min(need, -(-max_model_len // size) + 1):
             what = f"A window of {spec.window} tokens needs {need} pages, there are {num_pages}."
-            raise QuireError("out_of_memory", what, "Give the cache more memory.")
+            raise QuireError("out_of_memory", what, "Raise cache_memory or num_pages, or free memory.")
     host_shares = _Shares(specs, max_model_len, max_rows=1)  # swapped-out requests have no steps in flight
     host = _host_units(specs, config, device, host_available, slot, num_pages, max_rows, host_shares)
     units = tuple(shares.pages(s, num_pages) if s.kind == "paged" else num_slots for s in specs)
@@ -219,7 +221,7 @@ def shrink_cache(plan: MemoryPlan, wanted: MemoryPlan, share: float) -> MemoryPl
     paged = [(s, n) for s, n in zip(plan.specs, units, strict=True) if s.kind == "paged"]
     if units == plan.num_units or any(n < _least_pages(s) for s, n in paged):
         what = f"The cache could not be allocated on {plan.device}: {_bytes(wanted.cache)} were planned."
-        raise QuireError("out_of_memory", what, "Free memory, or give a smaller cache_memory.")
+        raise QuireError("out_of_memory", what, "Free memory, or lower cache_memory.")
     capacity = min([plan.capacity_tokens, *((n - 1) * size for s, n in paged if s.window is None)])
     smaller = replace(plan, num_units=units, capacity_tokens=capacity)
     note = f"{_bytes(smaller.cache)} of the {_bytes(wanted.cache)} planned could be allocated"

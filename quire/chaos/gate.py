@@ -82,8 +82,8 @@ class ChaosRun:
         assert self.process.stdout is not None
         line = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), START_SECONDS)
         if " at http" not in line:
-            words = (self.folder / "server.log").read_text()[-2000:]
-            raise QuireError("engine_failed", f"The server did not start: {words.strip() or line}")
+            output = (self.folder / "server.log").read_text()[-2000:]
+            raise QuireError("engine_failed", f"The server did not start: {output.strip() or line}")
         self.endpoint = parse_url(line.split(" at ")[1].strip(), ADMIN_KEY)
         self.hostile_traffic = HostileTraffic(self.endpoint)
 
@@ -180,7 +180,7 @@ class ChaosRun:
             except (RequestFailure, TimeoutError, OSError, AssertionError) as error:
                 self.report.problems.append(f"{kind}: {type(error).__name__}: {error}")
             if time.monotonic() > started + 3 * self.settings.seconds + 3 * RECOVERY_SECONDS:
-                self.report.problems.append(f"only {number + 1} of {total} faults fitted into the time")
+                self.report.problems.append(f"only {number + 1} of {total} faults were injected before the time limit")
                 break
         rest = started + self.settings.seconds - time.monotonic()
         if rest > 0:
@@ -341,7 +341,7 @@ class ChaosRun:
         state = await self.admin("GET", "/admin/state")
         self.report.leaked = checked["leaked_units"]
         if not checked["ok"]:
-            self.report.problems.append(f"the books do not balance: {checked['problem']}")
+            self.report.problems.append(f"the engine's check failed: {checked['problem']}")
         self.report.resumed = state["resumed_requests"]
         self.report.restarts = state["restarts"]
         self.report.recovery_seconds = sorted(state["recovery_seconds"])
@@ -368,10 +368,10 @@ async def run_gate(settings: ChaosSettings, show: Callable[[str], None]) -> Repo
             run.is_stopping = True
             results = await asyncio.gather(*streams, return_exceptions=True)
         report.seconds = time.monotonic() - started
-        report.problems += [f"a stream's loop broke: {r!r}" for r in results if isinstance(r, BaseException)]
+        report.problems += [f"a stream loop failed: {r!r}" for r in results if isinstance(r, BaseException)]
         await run.check_at_end()
     except (RequestFailure, TimeoutError) as error:
-        report.problems.append(f"the run broke off: {type(error).__name__} {error} {getattr(error, 'detail', '')}")
+        report.problems.append(f"the run was aborted: {type(error).__name__} {error} {getattr(error, 'detail', '')}")
     finally:
         await run.stop()
         report.log = str(run.folder / "server.log")

@@ -74,8 +74,8 @@ class Report:
             ("requests", f"{self.num_requests} ({kinds})"),
             ("tokens", str(self.num_tokens)),
             ("faults", f"{self.faults.total()} of {len(self.faults)} kinds"),
-            ("engines lost and replaced", str(self.restarts)),
-            ("streams that continued", str(self.resumed)),
+            ("engines replaced", str(self.restarts)),
+            ("requests resumed", str(self.resumed)),
             ("longest pause of a stream", f"{self.longest_pause:.1f} s"),
             ("innocent requests failed", str(self.failed)),
             ("tokens lost", str(self.lost)),
@@ -85,10 +85,10 @@ class Report:
             ("hostile requests", f"{self.hostile_sent.total()} of {len(self.hostile_sent)} kinds"),
             ("hostile requests answered wrongly", _shown(self.hostile_wrong)),
             (
-                "a token moved by company alone",
-                f"{self.shift:.1e} at most (two within twice that, and within {MAX_TIE_GAP}, are tied)",
+                "shift by batch composition",
+                f"{self.shift:.1e} nats at most (near-ties are within twice that and {MAX_TIE_GAP})",
             ),
-            ("parted at near-ties", f"{len(self.near_ties)}{f' (gaps {ties})' if ties else ''}"),
+            ("diverged at near-ties", f"{len(self.near_ties)}{f' (gaps {ties})' if ties else ''}"),
             ("recovery p50 / p99", f"{percentile(recovery, 50):.2f} s / {percentile(recovery, 99):.2f} s"),
             (
                 "peak memory",
@@ -110,7 +110,7 @@ class Report:
         lines += ["", "| fault | injected |", "| --- | --- |"]
         lines += [f"| {kind} | {count} |" for kind, count in sorted(self.faults.items())]
         if self.near_ties:
-            lines += ["", "| parted | token | gap |", "| --- | --- | --- |"]
+            lines += ["", "| diverged | token | gap |", "| --- | --- | --- |"]
             lines += [f"| {tie.script} | {tie.token} | {tie.gap:.2e} |" for tie in self.near_ties[:200]]
         if self.problems:
             lines += ["", "Problems:", "", *(f"- {problem}" for problem in self.problems[:MAX_EXAMPLES])]

@@ -148,7 +148,7 @@ class EngineClient:
                 live.num_losses = live.num_losses + 1 if live.loss_len == len(live.delivered) else 1
                 live.loss_len = len(live.delivered)
                 if live.num_losses >= MAX_LOSSES and len(suspects) == 1:
-                    what = f"The engine died {live.num_losses} times while it computed this request."
+                    what = f"The engine was lost {live.num_losses} times while it computed this request."
                     error = QuireError("quarantined", what, "It is not tried again; please report it.")
                     self._end(name, FinishReason.ERROR, error)
                     quarantined.append(name)
@@ -188,7 +188,8 @@ class EngineClient:
         if self.failure is not None:
             raise self.failure
         if self._link is not None and self._link.num_unsent > MAX_UNSENT:
-            raise QuireError("queue_full", "The engine does not take in requests fast enough.", "Try again later.")
+            what = f"The engine does not read requests fast enough: more than {MAX_UNSENT} messages wait for it."
+            raise QuireError("queue_full", what, "Try again later.")
         requests = [request for samples in prompts for request in samples]
         for request in requests:
             if request.id in self.live:
@@ -228,7 +229,7 @@ class EngineClient:
         if len(waiting) < num_requests:
             return False
         waiting.sort(key=lambda live: (live.request.priority, live.request.arrival))
-        what = "The queue is full, and a request of higher priority took this one's place."
+        what = "The queue is full, and a request of higher priority replaced this one."
         for live in waiting[len(waiting) - num_requests :]:
             name = live.request.id
             if self._link is not None:

@@ -189,4 +189,4 @@ class EngineLink:
 
 def exit_error(code: int | None) -> QuireError:
     how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return QuireError("engine_lost", f"The engine process {how}.", "Its last words are on stderr.")
+    return QuireError("engine_lost", f"The engine process {how}.", "Its output is on stderr.")

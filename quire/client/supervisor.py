@@ -155,7 +155,9 @@ class Supervisor:
         except QuireError as error:
             return error
         except Exception as error:  # a bug here: the client is intact, and the next engine resumes
-            return QuireError("engine_lost", f"The engine's words could not be taken: {type(error).__name__}: {error}.")
+            return QuireError(
+                "engine_lost", f"A message of the engine can't be handled: {type(error).__name__}: {error}."
+            )
         finally:
             for task in tasks:
                 task.cancel()
@@ -189,18 +191,21 @@ class Supervisor:
             # If this process was suspended, messages of the engine are unread; they have one interval to be read.
             was_late, is_late = is_late, age > self._limits.hang_timeout
             if is_late and was_late:
-                return QuireError("engine_hung", f"The engine has made no progress for {age:.1f} s.")
+                what = f"The engine has made no progress for {age:.1f} s, limit {self._limits.hang_timeout:g} s."
+                return QuireError("engine_hung", what)
             memory = link.memory()
             if memory is not None:
                 self.peak_memory = max(self.peak_memory, memory)
                 if self._limits.max_memory is not None and memory > self._limits.max_memory:
-                    what = f"The engine holds {memory} bytes, more than the {self._limits.max_memory} it may."
+                    what = f"The engine uses {memory} bytes, more than its limit of {self._limits.max_memory} bytes."
                     return QuireError("out_of_memory", what)
 
     async def check(self) -> wire.IntegrityReport:
         """Let the engine check that all its units and rows are accounted for, and return its answer."""
         if self._link is None:
-            raise QuireError("engine_lost", "There is no engine to check just now.", "Try again in a moment.")
+            raise QuireError(
+                "engine_lost", "The engine is being replaced, so it can't be checked.", "Try again in a moment."
+            )
         number = next(self._numbers)
         answer: asyncio.Future[wire.IntegrityReport] = asyncio.get_running_loop().create_future()
         self._checks[number] = answer
@@ -208,7 +213,9 @@ class Supervisor:
         try:
             checked = await asyncio.wait_for(answer, CHECK_SECONDS)
         except TimeoutError:
-            raise QuireError("engine_hung", f"The engine did not answer within {CHECK_SECONDS:.0f} s.") from None
+            raise QuireError(
+                "engine_hung", f"The engine did not answer the check within {CHECK_SECONDS:.0f} s."
+            ) from None
         finally:
             self._checks.pop(number, None)
         if checked.problem is not None:
@@ -225,13 +232,15 @@ class Supervisor:
         """Record the reason of the loss, which the exit code may refine, and detach the engine from the client."""
         kills = num_memory_kills()
         if exit_code == -9 and kills > self._memory_kills:
-            cause = QuireError("out_of_memory", "The system ended the engine process because memory ran out.")
+            cause = QuireError("out_of_memory", "The system killed the engine process because memory ran out.")
         self._memory_kills = kills
         self.cause = cause
         self.states.move("lost", str(cause))
         self.errors.put("engine", cause.code, str(cause))
         for number in list(self._checks):
-            self._checks.pop(number).set_exception(QuireError("engine_lost", "The engine was lost meanwhile."))
+            self._checks.pop(number).set_exception(
+                QuireError("engine_lost", "The engine was lost before it answered the check.")
+            )
         suspects = link.in_flight_at_exit if implicates_requests(cause.code, exit_code, is_stopped) else set()
         quarantined = self.client.detach(suspects)
         if quarantined:

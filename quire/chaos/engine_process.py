@@ -39,10 +39,10 @@ class FaultyWorkers:
             poison = poison_of(init.seed)
             if poison is not None:
                 self._poison[init.row] = poison
-        aboard = {self._poison.get(row.row) for row in plan.rows}
-        if "die" in aboard or self._faults.take("crash"):
+        poisons = {self._poison.get(row.row) for row in plan.rows}
+        if "die" in poisons or self._faults.take("crash"):
             os._exit(86)
-        if "raise" in aboard:
+        if "raise" in poisons:
             raise RuntimeError("chaos: a poisonous request")
         if self._faults.take("forward"):
             raise RuntimeError("chaos: the forward pass failed")

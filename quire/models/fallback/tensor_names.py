@@ -20,7 +20,8 @@ from torch import Tensor
 
 from quire.layers.weights import PartSource
 from quire.models.fallback.attention import unsupported
-from quire.models.loading.sources import Checkpoint, bad_weights, missing_weights
+from quire.models.loading.sources import Checkpoint, missing_weights
+from quire.models.weight_errors import bad_weights
 
 _NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")  # the last number in a name: the expert's, not the layer's
 Rename = Callable[

@@ -25,10 +25,9 @@ from quire.models.families.hybrid import (
     block_activations,
     check_attention,
     mixers_with_mlps,
-    only_silu,
 )
 from quire.models.families.mamba2 import MambaFields, Mixers
-from quire.models.loading.fields import flag, number, whole
+from quire.models.loading.fields import check_silu, flag, number, whole
 
 FIELDS = MambaFields(
     "mamba_n_heads",
@@ -60,7 +59,7 @@ class BambaConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> BambaConfig:
-        only_silu(config.get("hidden_act") or "silu")
+        check_silu(config)
         width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 32)
         kv_heads = whole(config, "num_key_value_heads", heads)
         head_dim = whole(config, "head_dim", width // heads)

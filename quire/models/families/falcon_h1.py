@@ -30,10 +30,9 @@ from quire.models.families.hybrid import (
     block_activations,
     check_attention,
     mixers_with_mlps,
-    only_silu,
 )
 from quire.models.families.mamba2 import MambaFields
-from quire.models.loading.fields import flag, number, whole
+from quire.models.loading.fields import check_silu, flag, number, whole
 from quire.types import QuireError
 
 FIELDS = MambaFields(
@@ -93,7 +92,7 @@ class FalconH1Config:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> FalconH1Config:
         config = {**DEFAULTS, **config}
-        only_silu(config.get("hidden_act") or "silu")
+        check_silu(config)
         width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 32)
         kv_heads, head_dim = whole(config, "num_key_value_heads", heads), whole(config, "head_dim", width // heads)
         check_attention(heads, kv_heads, head_dim)

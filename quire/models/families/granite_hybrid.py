@@ -31,10 +31,9 @@ from quire.models.families.hybrid import (
     block_activations,
     check_attention,
     mixers_with_mlps,
-    only_silu,
 )
 from quire.models.families.mamba2 import Mixers
-from quire.models.loading.fields import flag, number, whole
+from quire.models.loading.fields import check_silu, flag, number, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class GraniteHybridConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GraniteHybridConfig:
-        only_silu(config.get("hidden_act") or "silu")
+        check_silu(config)
         width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 32)
         kv_heads, head_dim = whole(config, "num_key_value_heads", heads), whole(config, "head_dim", width // heads)
         eps = number(config, "rms_norm_eps", 1e-6)

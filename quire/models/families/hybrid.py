@@ -235,10 +235,3 @@ def mixers_with_mlps(
         kinds = [usual(layer) for layer in range(num_layers)]
     check_layer_types(kinds, known, num_layers)
     return tuple(block for kind in kinds for block in (known[kind], "plain"))
-
-
-def only_silu(activation: object) -> None:
-    """Refuses activations other than SiLU in convolutions and gates, since the kernels have no other."""
-    if activation not in ("silu", "swish"):
-        what = f"Activation {activation!r} is not supported here."
-        raise QuireError("unsupported_model", what, "Supported is silu.")

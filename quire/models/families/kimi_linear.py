@@ -30,10 +30,9 @@ from quire.models.families.hybrid import (
     HybridShape,
     block_activations,
     mixers_with_mlps,
-    only_silu,
 )
 from quire.models.families.moe_families import draft_layers, shared_beside_routed, sparse_layers
-from quire.models.loading.fields import check_layer_indices, number, whole
+from quire.models.loading.fields import check_layer_indices, check_silu, number, whole
 from quire.types import QuireError
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
@@ -77,7 +76,7 @@ class KimiLinearConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> KimiLinearConfig:
         config = _with_common_names(config)
-        only_silu(config.get("hidden_act") or "silu")
+        check_silu(config)
         _check_unread(config)
         num_layers = whole(config, "num_hidden_layers")
         shape = HybridShape.read(

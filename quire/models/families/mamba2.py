@@ -24,9 +24,8 @@ from quire.models.families.hybrid import (
     HybridShape,
     block_activations,
     check_recurrent,
-    only_silu,
 )
-from quire.models.loading.fields import check_layer_types, flag, number, whole
+from quire.models.loading.fields import check_layer_types, check_silu, flag, number, whole
 from quire.types import QuireError
 
 MAX_POSITIONS = 65536  # a recurrence has no limit of its own, but rows are allocated for one
@@ -63,7 +62,7 @@ class MambaFields:
             value_dim=whole({self.head_dim: head_dim}, self.head_dim),
             conv_len=whole(config, self.conv_len, 4),
         )
-        only_silu(config.get(self.activation) or "silu")
+        check_silu(config, self.activation)
         check_recurrent(shape, expanded)
         return shape
 

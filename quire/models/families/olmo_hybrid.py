@@ -30,9 +30,8 @@ from quire.models.families.hybrid import (
     check_attention,
     check_recurrent,
     mixers_with_mlps,
-    only_silu,
 )
-from quire.models.loading.fields import flag, number, whole
+from quire.models.loading.fields import check_silu, flag, number, whole
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
 GATED_EPS = 1e-5  # of the norm before a delta net's gate, whatever `rms_norm_eps` is
@@ -51,7 +50,7 @@ class OlmoHybridConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> OlmoHybridConfig:
-        only_silu(config.get("hidden_act") or "silu")
+        check_silu(config)
         width, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads", 30)
         kv_heads, head_dim = whole(config, "num_key_value_heads", heads), whole(config, "head_dim", width // heads)
         check_attention(heads, kv_heads, head_dim)

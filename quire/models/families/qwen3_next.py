@@ -36,9 +36,8 @@ from quire.models.families.hybrid import (
     check_attention,
     check_recurrent,
     mixers_with_mlps,
-    only_silu,
 )
-from quire.models.loading.fields import flag, number, whole
+from quire.models.loading.fields import check_silu, flag, number, whole
 from quire.types import QuireError
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
@@ -65,7 +64,7 @@ class QwenHybridConfig:
         if text is not None:  # the multimodal model, with its vision tower
             prefix = "model.language_model"
             config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
-        only_silu(config.get("hidden_act") or "silu")
+        check_silu(config)
         heads = whole(config, "num_attention_heads", 16)
         kv_heads = whole(config, "num_key_value_heads", 2 if kind == "qwen3_next" else 4)
         head_dim = whole(config, "head_dim", 256)

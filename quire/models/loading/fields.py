@@ -95,9 +95,9 @@ def check_layer_indices(indices: Any, key: str, num_layers: int) -> None:
         raise QuireError("bad_config", what, "Check config.json.")
 
 
-def check_silu(config: Mapping[str, Any]) -> None:
+def check_silu(config: Mapping[str, Any], key: str = "hidden_act") -> None:
     """Refuses an activation other than SiLU."""
-    activation = config.get("hidden_act") or "silu"
+    activation = config.get(key) or "silu"
     if activation not in ("silu", "swish"):
         what = f"Activation {activation!r} is not supported in a model of this type."
         raise QuireError("unsupported_model", what, "Supported is silu.")

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from quire.files.safetensors import check_safetensors
 from quire.layers.weights import PartSource
-from quire.models.loading.sources import IGNORED_TENSORS, READ_ELEMENTS, bad_weights
+from quire.models.loading.sources import IGNORED_TENSORS, READ_ELEMENTS
 from quire.models.packed import Quantization, StoredTensors, find_floats
+from quire.models.weight_errors import bad_weights
 from quire.types import QuireError
 
 CPU = torch.device("cpu")

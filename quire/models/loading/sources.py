@@ -31,6 +31,7 @@ from quire.layers.weights import (
     put_weight,
 )
 from quire.models.gguf import checkpoint as gguf
+from quire.models.weight_errors import bad_weights
 from quire.types import QuireError
 
 READ_ELEMENTS = 1 << 24  # elements of a quantized tensor that are decoded at a time
@@ -249,10 +250,6 @@ def _name_experts(names: list[str]) -> str:
 def _name_numbers(experts: list[int]) -> str:
     more = f" and {len(experts) - 8} more" if len(experts) > 8 else ""
     return f"expert{'s' if len(experts) > 1 else ''} {', '.join(map(str, experts[:8]))}{more}"
-
-
-def bad_weights(what: str) -> QuireError:
-    return QuireError("bad_weights", f"{what}.", "The weights do not belong to this config; fetch both again.")
 
 
 class GGUFCheckpoint:

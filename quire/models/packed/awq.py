@@ -17,7 +17,6 @@ from quire.models.packed.base import (
     GroupedMatrix,
     Packed,
     StoredTensors,
-    bad_weights,
     check_entry,
     group_size,
     grouped_kind,
@@ -25,6 +24,7 @@ from quire.models.packed.base import (
     unsupported,
     whole_number,
 )
+from quire.models.weight_errors import bad_weights
 
 BITS = 4
 PER_WORD = 32 // BITS

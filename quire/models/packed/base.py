@@ -14,10 +14,10 @@ from torch import Tensor
 
 from quire.files.safetensors import TensorEntry
 from quire.kernels.formats.packed_ints import BLOCK, GROUPED, Grouped
+from quire.models.weight_errors import bad_weights
 from quire.types import QuireError
 
 FLOATS = ("F32", "BF16", "F16")
-HINT = "The weights do not belong to this config; fetch both again."
 
 Entries = Mapping[str, TensorEntry]
 
@@ -125,10 +125,6 @@ def check_filled(name: str, entry: TensorEntry) -> None:
     """Refuses an empty tensor."""
     if 0 in entry.shape:
         raise bad_weights(f"{name} is empty: {list(entry.shape)}")
-
-
-def bad_weights(what: str) -> QuireError:
-    return QuireError("bad_weights", f"{what}.", HINT)
 
 
 def unsupported(what: str, hint: str = "Use the original checkpoint, one in FP8, or a GGUF file.") -> QuireError:

@@ -20,11 +20,11 @@ from quire.models.packed.base import (
     GroupedMatrix,
     Packed,
     StoredTensors,
-    bad_weights,
     check_entry,
     grouped_kind,
     unsupported,
 )
+from quire.models.weight_errors import bad_weights
 
 STATE = ".quant_state.bitsandbytes__"
 MAX_STATE_BYTES = 1 << 16

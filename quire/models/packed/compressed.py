@@ -21,7 +21,6 @@ from quire.models.packed.base import (
     GroupedMatrix,
     Packed,
     StoredTensors,
-    bad_weights,
     check_entry,
     group_size,
     grouped_kind,
@@ -31,6 +30,7 @@ from quire.models.packed.base import (
     whole_number,
 )
 from quire.models.packed.floats import Block, find_floats
+from quire.models.weight_errors import bad_weights
 from quire.types import QuireError
 
 FORMATS = (

@@ -29,10 +29,10 @@ from quire.models.packed.base import (
     Finder,
     Packed,
     StoredTensors,
-    bad_weights,
     check_entry,
     check_filled,
 )
+from quire.models.weight_errors import bad_weights
 
 MXFP4_BYTES = 16  # bytes of a block of 32 elements
 FP8 = "F8_E4M3"

@@ -19,7 +19,6 @@ from quire.models.packed.base import (
     GroupedMatrix,
     Packed,
     StoredTensors,
-    bad_weights,
     check_entry,
     group_size,
     grouped_kind,
@@ -28,6 +27,7 @@ from quire.models.packed.base import (
     unsupported,
     whole_number,
 )
+from quire.models.weight_errors import bad_weights
 
 BITS = (2, 3, 4, 8)
 # Format -> how much smaller than a zero point its stored value is.

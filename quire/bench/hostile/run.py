@@ -71,7 +71,7 @@ async def _bench(settings: HostileSettings, say: Callable[[str], None]) -> Repor
             streams = Streams(endpoint, settings.streams, settings.max_tokens)
             await streams.learn()
             watch = MemoryWatch(process.pid, STOP_BYTES)
-            run = _Run(settings, endpoint, sender, streams, watch, say)
+            run = _AttackRun(settings, endpoint, sender, streams, watch, say)
             async with streams.running():
                 phases = [await run.phase(CALM, ())]
                 phases += [await run.phase(kind, (kind,)) for kind in settings.kinds]
@@ -92,7 +92,7 @@ async def _bench(settings: HostileSettings, say: Callable[[str], None]) -> Repor
 
 
 @dataclass(slots=True)
-class _Run:
+class _AttackRun:
     settings: HostileSettings
     endpoint: Endpoint
     sender: asyncio.subprocess.Process

@@ -30,10 +30,7 @@ FILTERS = {  # top-k, top-p, min-p, top-n-sigma
 def sampling(device: torch.device) -> Iterator[KernelCase]:
     import torch
 
-    from quire.kernels.triton.sampling import edits as sample_edits
-    from quire.kernels.triton.sampling import filters as sample_filters
-    from quire.kernels.triton.sampling import logprobs as sample_logprobs
-    from quire.kernels.triton.sampling import sample
+    from quire.kernels.triton.sampling import edits, filters, logprobs, sample
 
     for rows in (1, 256):
         normal = torch.randn(rows, VOCAB, device=device)
@@ -46,22 +43,22 @@ def sampling(device: torch.device) -> Iterator[KernelCase]:
         scales = torch.full((rows,), 1 / 0.7, device=device)
         for kind, logits in (("peaked", peaked), ("flat", flat)):
             for name, (top_k, top_p, min_p, sigma) in FILTERS.items():
-                filters = [torch.full((rows,), value, device=device) for value in (top_k, top_p, min_p, sigma)]
-                filters[1] = filters[1].double()
+                values = [torch.full((rows,), value, device=device) for value in (top_k, top_p, min_p, sigma)]
+                values[1] = values[1].double()
                 yield _case(
                     "sample_filtered",
                     rows,
                     f"{name}, {kind}",
                     size,
-                    sample_filters.sample_filtered,
+                    filters.sample_filtered,
                     logits,
                     key,
                     key,
                     scales,
-                    *filters,
+                    *values,
                 )
         copies = torch.empty(rows, VOCAB, device=device)
-        yield _case("copy_samples", rows, "", 3 * size, sample_edits.copy_samples, flat, key)
+        yield _case("copy_samples", rows, "", 3 * size, edits.copy_samples, flat, key)
         history = torch.randint(0, VOCAB, (rows, 4096), device=device, dtype=torch.int32)
         penalties = [torch.full((rows,), value, device=device) for value in (1.1, 0.1, 0.1)]
         for length in (512, 4096):
@@ -71,7 +68,7 @@ def sampling(device: torch.device) -> Iterator[KernelCase]:
                 rows,
                 f"{length} tokens",
                 0,
-                sample_edits.apply_penalties,
+                edits.apply_penalties,
                 copies,
                 key.to(torch.int32),
                 key,
@@ -82,9 +79,7 @@ def sampling(device: torch.device) -> Iterator[KernelCase]:
                 key,
             )
         for num_top in (0, 20):
-            yield _case(
-                "score_rows", rows, f"top {num_top}", size, sample_logprobs.score_rows, peaked, None, key, num_top
-            )
+            yield _case("score_rows", rows, f"top {num_top}", size, logprobs.score_rows, peaked, None, key, num_top)
 
 
 def _case(name: str, rows: int, what: str, num_bytes: int, function: object, *args: object) -> KernelCase:

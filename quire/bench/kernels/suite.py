@@ -124,7 +124,7 @@ def _small(device: torch.device) -> Iterator[KernelCase]:
     import torch
 
     from quire.kernels.angles import Angles
-    from quire.kernels.triton.attention import rope_write as rope
+    from quire.kernels.triton.attention import rope_write
     from quire.kernels.triton.linear import norm
 
     bf16 = torch.bfloat16
@@ -142,7 +142,7 @@ def _small(device: torch.device) -> Iterator[KernelCase]:
         slots = torch.randperm(rows * 16, device=device)[:rows]
         angles = Angles(torch.arange(rows, device=device), torch.rand(64, device=device))
         weight = torch.ones(128, device=device, dtype=bf16)
-        launch = _call(rope.qk_norm_rope_write, qkv, weight, weight, 1e-6, angles, cache.k, cache.v, slots, 32)
+        launch = _call(rope_write.qk_norm_rope_write, qkv, weight, weight, 1e-6, angles, cache.k, cache.v, slots, 32)
         yield KernelCase("qk_norm_rope_write", f"{rows} tokens, 32/8 heads", launch, num_bytes=rows * 48 * 128 * 4)
 
 
@@ -168,7 +168,7 @@ class _Cache:
 def _decode(device: torch.device) -> Iterator[KernelCase]:
     import torch
 
-    from quire.kernels.triton.attention import paged as attention
+    from quire.kernels.triton.attention import paged
 
     ragged = torch.randint(100, 2048, (256,), generator=torch.Generator().manual_seed(0)).tolist()
     shapes = [
@@ -186,10 +186,8 @@ def _decode(device: torch.device) -> Iterator[KernelCase]:
         cache = _Cache(lens, 8, dtype, device)
         q = torch.randn(len(lens), num_heads, 128, device=device, dtype=torch.bfloat16)
         positions = torch.tensor(lens, device=device) - 1
-        plan = attention.plan_attention(
-            cache.table, positions, [1] * len(lens), lens, PAGE_TOKENS, None, torch.bfloat16
-        )
-        launch = _call(attention.paged_attention, q, cache.k, cache.v, plan, 0.09)
+        plan = paged.plan_attention(cache.table, positions, [1] * len(lens), lens, PAGE_TOKENS, None, torch.bfloat16)
+        launch = _call(paged.paged_attention, q, cache.k, cache.v, plan, 0.09)
         yield KernelCase("decode attention", f"{shape}, {num_heads}/8 heads", launch, num_bytes=cache.num_bytes)
 
 

@@ -1,7 +1,7 @@
-"""The plain data every room shares: requests, sampling parameters, cache specs, plans, outputs and errors.
+"""Plain data that all packages share: requests, sampling parameters, cache specs, plans, step outputs and errors.
 
-Nothing here imports torch, holds a lock or knows where it runs; every type that crosses a process boundary is made of
-numbers, strings, tuples and lists. The scheduler fills these in, the runtime reads them, the front ends show them.
+Nothing here imports torch or holds a lock. Types that cross a process boundary consist of numbers, strings, tuples and
+lists only. The scheduler writes plans, the runtime executes them, and the front ends translate requests and deltas.
 """
 
 from quire.types.errors import PromptTooLong, QuireError, is_out_of_memory

@@ -1,4 +1,4 @@
-"""The one error people see. Every room raises it; front ends map its code to a status."""
+"""The error type that reaches users. All packages raise it; front ends map its code to an HTTP status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OUT_OF_MEMORY = (
 
 
 class QuireError(Exception):
-    """What happened, why, and what to do, in one line. `code` is for machines: a front end maps it to a status."""
+    """An error with what happened, why, and what to do, in one line. `code` is stable and meant for programs."""
 
     def __init__(self, code: str, what: str, hint: str = "", param: str | None = None):
         super().__init__(what)
@@ -27,13 +27,13 @@ class QuireError(Exception):
 
 
 class PromptTooLong(QuireError):
-    """A prompt that does not fit, with the counts, so that each API can say it in the sentence its clients look for."""
+    """A prompt that exceeds the context. The counts let each API phrase the error as its clients expect it."""
 
     def __init__(self, count: int, limit: int, *, at_least: bool = False):
         self.count = count  # tokens of the prompt
-        self.limit = limit  # the most tokens a prompt may have: one less than the context, which also holds the output
-        self.at_least = at_least  # `count` is a bound: the prompt was not encoded to its end
-        self.num_output = 1  # tokens of output that the client asks for
+        self.limit = limit  # maximum tokens of a prompt: one less than the context, which also holds the output
+        self.at_least = at_least  # `count` is a lower bound, because encoding stopped early
+        self.num_output = 1  # output tokens that the client requests
         shown = f"at least {count}" if at_least else f"{count}"
         super().__init__(
             "prompt_too_long",

@@ -1,6 +1,6 @@
-"""What a request asks for: how its tokens are chosen, and what its output must look like. Front ends make these.
+"""Sampling parameters and grammar specifications of a request.
 
-They are checked as they are made, so nobody behind the edge meets a value that makes no sense.
+Construction validates every value, so code behind the front ends does not check them again.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ MAX_N = 128
 MAX_STOPS = 64
 MAX_BIASED = 4096
 MAX_BAD_WORDS = 1024
-MAX_BIAS = 10_000.0  # either way: far beyond any logit, and far from where float32 ends
+MAX_BIAS = 10_000.0  # magnitude: far beyond any logit, and far below the limit of float32
 MAX_TEXT = 4096  # characters of one stop string, bad word or sequence breaker
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What a request's output must look like. `value`: a JSON schema, a regular expression, a JSON list of choices or a
-    grammar's text, by kind; `json_object` needs none, `free` binds nothing (it is there for its budget). What of a
-    schema can't be enforced is refused, by keyword and place; without `strict` it is left out.
+    """A constraint on a request's output.
 
-    It binds after the tokens `after_reasoning` have been written, from the first token where there are none. With
-    `opens_reasoning` the model may also answer at once: only if it writes that marker first, it reasons."""
+    `value` is a JSON schema, a regular expression, a JSON list of choices or a grammar's text, depending on `kind`.
+    `json_object` needs no value. `free` constrains nothing and exists for its reasoning budget. A part of a schema that
+    cannot be enforced is refused by keyword and place with `strict`, and dropped without.
+
+    The constraint begins after the tokens `after_reasoning`, or with the first token where these are empty. With
+    `opens_reasoning` the model may also answer directly: it reasons only if it writes that marker first.
+    """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "free"]
     value: str = ""
     after_reasoning: tuple[int, ...] = ()  # the marker that ends reasoning
-    budget: int | None = None  # after so many tokens of reasoning its end marker is forced
-    opens_reasoning: tuple[int, ...] = ()  # the marker that begins it; empty: the prompt has begun it already
+    budget: int | None = None  # reasoning tokens after which the end marker is forced
+    opens_reasoning: tuple[int, ...] = ()  # the marker that begins reasoning; empty if the prompt holds it
     strict: bool = True
-    warnings: tuple[str, ...] = ()  # what of a schema is left out, where a front end has looked for it
+    warnings: tuple[str, ...] = ()  # parts of the schema that are not enforced, if a front end has checked
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | None = None, *, strict: bool = True) -> GrammarSpec:
-        """JSON that fits the schema; without one any object."""
+        """Return a spec for JSON that conforms to the schema, or for any object without one."""
         if schema is None:
             return cls("json_object")
         try:
@@ -58,18 +61,18 @@ class GrammarSpec:
 
     @classmethod
     def choice(cls, *texts: str) -> GrammarSpec:
-        """One of these texts."""
+        """Return a spec that allows exactly these texts."""
         return cls("choice", json.dumps(texts))
 
     @classmethod
     def ebnf(cls, grammar: str) -> GrammarSpec:
-        """A grammar in Lark's notation; `start` is where it begins."""
+        """Return a spec for a grammar in Lark's notation with the start rule `start`."""
         return cls("ebnf", grammar)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen. `None` means "the model's own default", filled in by `resolve`."""
+    """How one request's tokens are sampled. `None` stands for the model's own default, which `resolve` fills in."""
 
     temperature: float | None = None  # 0: greedy
     top_k: int | None = None  # 0: off
@@ -82,7 +85,7 @@ class SamplingParams:
     dry_multiplier: float = 0.0  # 0: off
     dry_base: float = 1.75
     dry_allowed_len: int = 2
-    dry_range: int = 0  # how many last tokens are searched; 0: all
+    dry_range: int = 0  # number of last tokens searched; 0: all
     dry_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -90,16 +93,16 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = None  # None: what is left of the context
+    max_tokens: int | None = None  # None: the rest of the context
     min_tokens: int = 0
     n: int = 1
-    seed: int | None = None  # None: drawn at the edge
-    logprobs: int | None = None  # how many alternatives beside the chosen token
+    seed: int | None = None  # None: drawn at random by the front end
+    logprobs: int | None = None  # number of alternatives beside the sampled token
     prompt_logprobs: int | None = None
-    pooling: str | None = None  # mean or last: the prompt's hidden states come back as one vector, for embeddings
+    pooling: str | None = None  # mean or last: return the prompt's hidden states as one vector (embeddings)
     skip_special_tokens: bool = True
-    grammar: GrammarSpec | None = None  # what the output must look like
-    # Filled in at the edge, where the tokenizer is: what bad_words and dry_breakers are in token ids.
+    grammar: GrammarSpec | None = None  # the constraint on the output
+    # Token ids of bad_words and dry_breakers, filled in by the front end, which has the tokenizer.
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     dry_breaker_ids: tuple[int, ...] = ()
 
@@ -142,17 +145,17 @@ class SamplingParams:
                 raise _bad("logit_bias", value, why)
 
     def resolve(self, defaults: dict[str, Any] | None = None) -> SamplingParams:
-        """Fill every `None` that has a default: the model's own first, then the neutral value."""
+        """Return a copy with every `None` replaced by the model's default, or else by the neutral value."""
         known = {**_NEUTRAL, **{k: v for k, v in (defaults or {}).items() if k in _NEUTRAL and v is not None}}
         return replace(self, **{k: v for k, v in known.items() if getattr(self, k) is None})
 
     def of_sample(self, index: int) -> SamplingParams:
-        """Those of one of a prompt's samples: the prompt is scored for the first alone."""
+        """Return the parameters of sample `index` of a prompt; only sample 0 returns prompt logprobs."""
         return replace(self, prompt_logprobs=None) if index and self.prompt_logprobs is not None else self
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Every position of the prompt must be computed for this request itself: no head start from the cache."""
+        """True if every position of the prompt must be computed for this request, so prefix hits are unusable."""
         return self.prompt_logprobs is not None or self.pooling is not None
 
     @classmethod

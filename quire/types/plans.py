@@ -1,6 +1,6 @@
-"""What passes between the host and the device: what a model keeps, what a step does, and what came of it.
+"""Data exchanged between scheduler and runtime: cache specs, the plan of a step, and its output.
 
-The scheduler writes a `Plan`, the runtime carries it out and answers with a `StepOutput`.
+The scheduler writes a `Plan`; the runtime executes it and returns a `StepOutput`.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ STEP_SIZES = (32, 64, *range(128, 2049, 128))
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """One group of layers that keep the same kind of state. A model declares a list of these, one line a group.
+    """A group of layers whose state has one layout. A model declares one spec per group.
 
-    `paged` state can be cut at any token: bytes lie as [layers, planes, pages, page_tokens, *shape].
-    `state` is atomic, a snapshot at one length: bytes lie as [layers, slots, *shape].
+    `paged` state (a KV cache) can be cut at any token: [layers, planes, pages, page_tokens, *shape].
+    `state` (recurrent) exists at one length only: [layers, slots, *shape].
     """
 
     group: str
     kind: Literal["paged", "state"]
     layers: tuple[int, ...]
-    shape: tuple[int, ...]  # per token and plane (paged), or of one layer's whole state (state)
+    shape: tuple[int, ...]  # of one token in one plane (paged), or of one layer's whole state (state)
     dtype: str
     planes: int = 2  # keys and values; 1 for a latent
     page_tokens: int = 16  # one number per model
-    window: int | None = None  # a token sees itself and the window - 1 tokens before it
-    snapshot_tokens: int = 1024  # state: a snapshot is taken at each multiple of this
+    window: int | None = None  # sliding window: a token attends to itself and the window - 1 tokens before it
+    snapshot_tokens: int = 1024  # state: interval between snapshots
 
     @property
     def unit_elements(self) -> int:
-        """Elements of one page (paged) or one slot (state), all layers together."""
+        """Number of elements of one page (paged) or one slot (state) over all layers."""
         per = math.prod(self.shape) * len(self.layers)
         return per * self.planes * self.page_tokens if self.kind == "paged" else per
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The plan: all that a rank must know to run one step. The only way the host changes anything on the device.
+# The plan of a step: all that a rank needs to run it, and the only way the scheduler changes state on the device.
 
 
 class PlanRow(msgspec.Struct, gc=False):
+    """The tokens of one request that a step computes."""
+
     request_id: str
     row: int
-    start: int  # upper bound; the true length lives in the device row
+    start: int  # upper bound; the device row holds the true length
     count: int
     num_drafts: int
     wants_sample: bool
@@ -60,7 +62,7 @@ class PlanRow(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class RowInit:
-    """A request takes a row: everything the device needs to know of it from now on."""
+    """A request that enters a row, with everything the device needs to run it."""
 
     request_id: str
     row: int
@@ -75,9 +77,11 @@ class RowInit:
 
 @dataclass(slots=True)
 class PageWrite:
+    """An update of a row's page table."""
+
     group: int  # index into the model's cache specs
     row: int
-    first: int  # page index within the row's table
+    first: int  # index of the first entry written in the row's page table
     pages: list[int]
 
 
@@ -90,6 +94,8 @@ class CopyKind(str, Enum):
 
 @dataclass(slots=True)
 class Copy:
+    """A copy of one unit within a group."""
+
     kind: CopyKind
     group: int
     source: int
@@ -98,14 +104,16 @@ class Copy:
 
 @dataclass(slots=True)
 class Plan:
+    """One step: the rows to compute, and the changes of rows, page tables and cache units that go with it."""
+
     step: int
     rows: list[PlanRow] = field(default_factory=list)
     added: list[RowInit] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
-    page_writes: list[PageWrite] = field(default_factory=list)  # for state groups `pages` is the one live slot
-    copies: list[Copy] = field(default_factory=list)  # before the forward, in order
-    snapshots: list[Copy] = field(default_factory=list)  # after the forward
-    may_mask: bool = False
+    page_writes: list[PageWrite] = field(default_factory=list)  # in state groups `pages` holds the live slot
+    copies: list[Copy] = field(default_factory=list)  # executed before the forward pass, in order
+    snapshots: list[Copy] = field(default_factory=list)  # executed after the forward pass
+    may_mask: bool = False  # some row may have a grammar, so sampling waits for the masks
 
     @property
     def num_tokens(self) -> int:
@@ -113,12 +121,12 @@ class Plan:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What comes back
+# The output of a step
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probability and rank of one token, and the most likely alternatives at its place, best first."""
+    """Log-probability and rank of one token, and the most likely alternatives at its position, best first."""
 
     token_id: int
     logprob: float
@@ -129,12 +137,12 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepOutput:
-    """Per plan row, in plan order; `tokens[i]` is empty where the row did not sample."""
+    """Results per plan row, in plan order; `tokens[i]` is empty if row i did not sample."""
 
     step: int
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # plan index -> one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # plan index -> one per prompt token
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    pooled: dict[int, list[float]] = field(default_factory=dict)  # plan index -> the pooled hidden states of its prompt
-    bad_rows: list[int] = field(default_factory=list)  # plan indices whose logits were not finite
+    pooled: dict[int, list[float]] = field(default_factory=dict)  # plan index -> pooled hidden states of the prompt
+    bad_rows: list[int] = field(default_factory=list)  # plan indices of rows for which no token could be sampled

@@ -1,4 +1,4 @@
-"""How the hidden states of a prompt become one vector, and who said so."""
+"""How the hidden states of a prompt are pooled into one vector, and where that rule comes from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ POOLINGS = ("mean", "last")
 
 @dataclass(frozen=True, slots=True)
 class PoolingRule:
-    kind: str  # mean, last, or what a model asks for and the engine can't do
-    normalize: bool  # to the length 1
-    source: str  # model (its own files say so), server (--pooling), request, or assumed
-    problem: str = ""  # why the engine can't do what the model asks for
+    kind: str  # mean, last, or a method of the model that the engine does not support
+    normalize: bool  # scale vectors to length 1
+    source: str  # model (its files), server (--pooling), request, or assumed
+    problem: str = ""  # why the model's own method is not supported
 
     def scaled(self, vector: list[float]) -> list[float]:
         if not self.normalize:
@@ -24,15 +24,17 @@ class PoolingRule:
         return [value / length for value in vector]
 
 
-# A causal model's last token is the only one that has seen the whole text; engines of the field assume the same.
+# Only the last token of a causal model attends to the whole text; other engines assume the same.
 ASSUMED = PoolingRule("last", True, "assumed")
 
 
 def choose_pooling(
     model: PoolingRule | None, configured: str | None, asked: str | None, normalize: bool | None = None
 ) -> PoolingRule:
-    """The rule in force: what the request names, else the server's setting, else the model's own files, else `ASSUMED`.
-    Whether vectors are normalised is the model's to say as well, unless the request does."""
+    """Return the rule in force: the request's, else the server's, else the model's, else `ASSUMED`.
+
+    Normalisation follows the model's rule unless the request sets it. Raises if the model's method is not supported.
+    """
     rule = model or ASSUMED
     if asked is not None:
         rule = replace(rule, kind=asked, source="request", problem="")

@@ -1,4 +1,4 @@
-"""A request on its way, and the news of it: the edge makes requests, the scheduler moves them, deltas go back."""
+"""Requests and deltas. Front ends make requests, the scheduler runs them, and deltas return their tokens."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class FinishReason(str, Enum):
 
 
 class Status(str, Enum):
-    WAITING = "waiting"  # holds nothing
-    HELD = "held"  # waits for a request that is computing the same prompt
+    WAITING = "waiting"  # queued; holds no row and no units
+    HELD = "held"  # waits for another request that computes the same prefix
     RUNNING = "running"  # holds a row and a lease
-    DRAINING = "draining"  # chosen as a victim; its steps in flight must commit first
-    SWAPPED = "swapped"  # its bytes are on the host
+    DRAINING = "draining"  # preempted; its steps in flight must commit first
+    SWAPPED = "swapped"  # swapped out to host memory
     ENDED = "ended"
 
 
@@ -68,41 +68,41 @@ class CacheLease(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. `tokens` grows; `computed` catches up with it, and `planned` runs ahead of `computed`."""
+    """One sequence: its tokens, its parameters and its progress. `computed` <= `planned` <= `expected_len`."""
 
     id: str
-    tokens: list[int]  # prompt, then what was sampled and committed
+    tokens: list[int]  # the prompt, then the sampled tokens that have committed
     prompt_len: int
     params: SamplingParams
-    max_len: int  # tokens may grow to this, never beyond
-    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids, ready to test
+    max_len: int  # maximum length of `tokens`
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence ids and stop ids
     seed: int = 0
-    sample_index: int = 0  # which of n
+    sample_index: int = 0  # index of this sample among n
     priority: int = 0  # smaller runs first
     arrival: float = 0.0
     deadline: float | None = None  # on the engine's clock
-    salt: bytes = b""  # requests share prefixes only within one salt
+    salt: bytes = b""  # prefixes are shared only between requests with one salt
     adapter: str | None = None
     grammar: GrammarSpec | GrammarState | None = None  # a spec until it is compiled, before the request is queued
-    resumed: bool = False  # goes on from an engine that died: it was taken once and is not refused now
-    suspect: bool = False  # was in the step that died: runs alone until it is past that point
-    # -- moved by the scheduler
-    planned: int = 0  # tokens whose state some planned step computes
-    computed: int = 0  # tokens whose state is in the cache for sure
-    pending: int = 0  # samples in flight: tokens that exist on the device only
-    inflight: int = 0  # steps in flight that hold this request
+    resumed: bool = False  # continues after a restart of the engine, so admission does not refuse it
+    suspect: bool = False  # was in the step that killed an engine, so it runs alone until it is past that step
+    # -- written by the scheduler
+    planned: int = 0  # tokens that are computed or that some planned step computes
+    computed: int = 0  # tokens whose state is in the cache
+    pending: int = 0  # sampled tokens in flight, which exist on the device only
+    inflight: int = 0  # number of steps in flight with this request
     status: Status = Status.WAITING
     row: int = -1
     lease: CacheLease | None = None  # from the moment the request is queued
-    cached_len: int = 0  # tokens the cache offered when it was first admitted
+    cached_len: int = 0  # prefix cache hit at the first admission
     first_token_at: float = 0.0
     admitted_at: float = 0.0
     preemptions: int = 0
-    prompt_scored: int = 0  # prompt tokens whose logprobs were sent; a request that fell back computes them again
+    prompt_scored: int = 0  # prompt tokens whose logprobs were sent, since a preempted request computes them again
 
     @property
     def expected_len(self) -> int:
-        """Tokens there will be once every step in flight has committed."""
+        """Number of tokens once every step in flight has committed."""
         return len(self.tokens) + self.pending
 
     @property
@@ -119,7 +119,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds. `queue` until first admitted, `first_token` and `total` since arrival."""
+    """Seconds since arrival: until the first admission, until the first token, and in total."""
 
     queue: float = 0.0
     first_token: float = 0.0

@@ -1,8 +1,8 @@
-"""How many tokens a step may compute: a fixed number, or as many as keep it within a target time.
+"""The token budget of a step: fixed, or as large as a target time allows.
 
-The scheduler asks before each plan and tells how long each step took. `StepTarget` learns what a prompt token costs
-beside running decodes, from a guess that is too dear rather than too cheap, so that the first prompt after a quiet time
-does not disturb anyone either.
+The scheduler reads the budget before each plan and reports the duration of each step. `StepTarget` learns what a prompt
+token costs beside decodes. It starts from a guess that is too high, so the first prefill after an idle period does not
+delay decodes either.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from quire.types import STEP_SIZES, Plan
 
 
 class Chunking(Protocol):
-    """How many tokens the next step may compute. `num_decodes` rows decode in it; the first prompt that goes on has
-    `context` tokens behind it."""
+    """The policy that sizes steps.
+
+    `budget` returns how many tokens the next step may compute. The step contains `num_decodes` decodes, and the first
+    prompt that it continues has `context` computed tokens.
+    """
 
     def budget(self, num_decodes: int, context: int) -> int: ...
     def observe(self, plan: Plan, seconds: float) -> None: ...
 
 
 class TokenBudget:
-    """A fixed number of tokens a step."""
+    """A fixed number of tokens per step."""
 
     def __init__(self, max_batch_tokens: int):
         self._max = max_batch_tokens
@@ -34,24 +37,24 @@ class TokenBudget:
 
 
 class StepTarget:
-    """Prompt chunks shrink until a step with decodes in it meets its target time.
+    """Shrinks prefill chunks until a step with decodes meets its target time.
 
-    A step takes base + prompt tokens * a + (prompt token, key) pairs * b; see `CostModel`. Steps of decodes alone say
-    what the guess starts from: a prompt token costs no more than a decode's share of them. Chunks grow at most
-    fourfold beyond what was ever timed. While nothing decodes there is nobody to disturb: the whole budget is used.
+    A step takes base + prompt tokens * a + (prompt token, key) pairs * b; see `CostModel`. The first guess comes from
+    steps of decodes alone: a prompt token costs at most as much as one decode in them. Chunks grow to at most four
+    times the largest that was timed. A step without decodes uses the whole budget.
     """
 
-    FLOOR = 16  # never starve a prompt altogether
-    AIM = 0.95  # of the target: estimates err to both sides
+    FLOOR = 16  # minimum prompt tokens per step, so that a prefill always progresses
+    AIM = 0.95  # share of the target that is aimed at, since estimates err in both directions
     GROWTH = 4
-    TILE = 128  # matrix units compute this many tokens at once: a few beyond cost as much as all
+    TILE = 128  # tokens per tile of the matrix units: one token more costs a whole tile
 
     def __init__(self, max_batch_tokens: int, target_seconds: float):
         self._max = max_batch_tokens
         self._aim = target_seconds * self.AIM
-        self._decode_seconds: float | None = None  # of a step without prompts, a running mean
+        self._decode_seconds: float | None = None  # running mean of steps without prefill
         self._decode_rows = 1
-        self._largest = 0  # prompt tokens in one step, of all that were timed
+        self._largest = 0  # most prompt tokens in one timed step
         self._costs: CostModel | None = None
 
     def budget(self, num_decodes: int, context: int) -> int:
@@ -59,7 +62,7 @@ class StepTarget:
             return self._max
         room = min(self._room(context), self.GROWTH * max(self._largest, self.FLOOR))
         total = num_decodes + max(self.FLOOR, room)
-        if total >= 2 * STEP_SIZES[-1]:  # a little beyond the captured sizes costs more than it is worth
+        if total >= 2 * STEP_SIZES[-1]:  # sizes slightly beyond the captured ones waste most of a tile
             total -= total % self.TILE
         else:
             total = max((size for size in STEP_SIZES if size <= total), default=total)
@@ -94,24 +97,24 @@ class StepTarget:
         return costs.tokens_within(self._aim, context)
 
     def _first_guess(self, seconds: float, tokens: int) -> CostModel:
-        if self._decode_seconds is None:  # nothing but a prompt was timed so far: blame every token alike
+        if self._decode_seconds is None:  # only prefill was timed so far: every token counts alike
             return CostModel(0.0, seconds / tokens)
         return CostModel(self._decode_seconds, self._decode_seconds / self._decode_rows)
 
 
 class CostModel:
-    """seconds = base + a * tokens + b * keys, fitted as steps are timed (a Kalman filter over the three).
+    """seconds = base + a * tokens + b * keys, fitted to timed steps by a Kalman filter over the three coefficients.
 
-    What a fit of few points leaves open stays near the guess. A step that took several times what was expected
-    compiled a kernel or waited for the disk; only when that happens again and again it is believed.
+    Coefficients that few points do not determine stay near the guess. A step that took several times longer than
+    expected has compiled a kernel or waited for the disk; such outliers count only when several come in a row.
     """
 
-    NOISE = 0.05  # of a step's time
-    DRIFT = 0.05  # what the costs may have changed by from step to step
-    KEYS = 0.08  # the guess of b, as a share of a in those units: what attention usually costs
+    NOISE = 0.05  # standard deviation of a step, relative to its time
+    DRIFT = 0.05  # relative change of the coefficients from step to step
+    KEYS = 0.08  # first guess of b relative to a, in UNITS: the usual cost of attention
     OUTLIER = 3.0
-    PATIENCE = 3  # outliers in a row that are believed in the end
-    UNITS = (1.0, 1e-3, 1e-6)  # keeps the three about equally large
+    PATIENCE = 3  # number of consecutive outliers after which the model follows them
+    UNITS = (1.0, 1e-3, 1e-6)  # scales the three coefficients to similar size
 
     def __init__(self, base: float, per_token: float):
         slope = per_token / self.UNITS[1]
@@ -122,7 +125,7 @@ class CostModel:
         self._num_outliers = 0
 
     def _doubt(self) -> None:
-        """As unsure as at the beginning: any of the three may be as large again, or nothing."""
+        """Reset the covariance to that of the first guess, with a deviation as large as each coefficient."""
         for i, scale in enumerate(self._guess):
             self._cov[i] = [0.0] * 3
             self._cov[i][i] = scale * scale
@@ -131,7 +134,7 @@ class CostModel:
         return sum(c * x for c, x in zip(self._positive(), self._features(tokens, keys), strict=True))
 
     def tokens_within(self, seconds: float, context: int) -> int:
-        """The most tokens that take no longer, as one chunk of a prompt that has `context` tokens behind it."""
+        """Return the largest chunk of a prompt with `context` computed tokens that takes at most `seconds`."""
         base, a, b = (c * unit for c, unit in zip(self._positive(), self.UNITS, strict=True))
         left = seconds - base
         if left <= 0:
@@ -140,7 +143,7 @@ class CostModel:
         return int(2 * left / (slope + (slope * slope + 2 * b * left) ** 0.5))
 
     def learn(self, tokens: int, keys: int, seconds: float) -> bool:
-        """False: it was taken for an accident."""
+        """Fit the model to a timed step. False if the step was ignored as an outlier."""
         features = self._features(tokens, keys)
         expected = sum(c * x for c, x in zip(self._cost, features, strict=True))
         if seconds > self.OUTLIER * max(expected, self.seconds(tokens, keys)):
@@ -167,7 +170,7 @@ class CostModel:
         return 1.0, tokens * self.UNITS[1], keys * self.UNITS[2]
 
     def _positive(self) -> list[float]:
-        """Costs are never nothing, whatever noise says."""
+        """Return the coefficients, bounded below against noise."""
         return [max(c, share * g) for c, g, share in zip(self._cost, self._guess, (0.0, 0.001, 0.0), strict=True)]
 
 

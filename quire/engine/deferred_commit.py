@@ -1,8 +1,7 @@
-"""What a commit leaves to be done once its news are out: the cache's books of full pages, and of requests that ended.
+"""The part of a commit that runs after its deltas are delivered: prefix tree inserts and releases of ended requests.
 
-A long prompt fills hundreds of pages in one step; whoever waits for its first token need not wait until each of them
-has a name and a place in the prefix tree. The scheduler notes rows here as it commits them, and the loop has the books
-kept within the same turn, before anything else is planned.
+A long prompt fills hundreds of pages in one step, and its first token must not wait until each is hashed and inserted.
+The scheduler adds rows as it commits them, and the loop flushes them in the same turn, before the next plan.
 """
 
 from __future__ import annotations
@@ -17,22 +16,26 @@ class DeferredCommit:
         self._cache = cache
         self._table = table
         self._added: list[tuple[Request, FinishReason | None]] = []
-        self._step = 0  # the last one that was committed
+        self._step = 0  # the last committed step
 
     @property
     def pending(self) -> bool:
+        """True if a committed step has not been flushed."""
         return self._step > self._cache.settled
 
     def add(self, request: Request, reason: FinishReason | None) -> None:
-        """More of it is computed, and for this reason, if there is one, that was all."""
+        """Add a request of the step being committed, with the reason if it has ended."""
         self._added.append((request, reason))
 
     def seal(self, step: int) -> None:
-        """All rows of the step have been noted."""
+        """Mark the step complete: all its rows have been added."""
         self._step = step
 
     def flush(self) -> None:
-        """Full pages of those who ended are worth keeping for whoever comes next, unless they are bad."""
+        """Insert full pages into the prefix tree, release ended requests, and settle the step.
+
+        Pages of a request that ended with an error are not inserted, since their state may be bad.
+        """
         noted, self._added = self._added, []
         commit, last_step, wake = self._cache.commit, self._table.last_step, self._table.wake
         for request, reason in noted:

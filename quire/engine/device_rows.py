@@ -1,7 +1,7 @@
-"""The device's rows: which are free, which are in limbo, and which the device must be told are free again.
+"""The free rows of the device, those that are pending-free, and those that the next plan must report as freed.
 
-A row that is given back may still be read by steps in flight; it goes to the next request only when they have
-committed. The scheduler is the only caller.
+Steps in flight may still read a released row, so it is assigned again only after they have committed. The request table
+is the only caller.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class RowPool:
         self._num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))  # a stack: low numbers first
         self._pending_free: StepQueue[int] = StepQueue()
-        self._unannounced: list[int] = []  # given back since the last plan
+        self._unannounced: list[int] = []  # rows released since the last plan
 
     @property
     def num_free(self) -> int:
@@ -24,26 +24,26 @@ class RowPool:
         return self._free.pop()
 
     def release_after(self, row: int, fence: int, settled: int) -> None:
-        """Free once step `fence` has committed; `settled`: the last step that has."""
+        """Release a row once step `fence` has committed; `settled` is the last step that has."""
         self._unannounced.append(row)
         self._pending_free.put(row, fence)
         self.settle(settled)
 
     def settle(self, step: int) -> None:
-        """Every step up to this one has committed."""
+        """Free the rows that waited for steps up to `step`, which have committed."""
         self._free += self._pending_free.take_committed(step)
 
     def take_freed(self) -> list[int]:
-        """For the next plan: the device forgets who had these."""
+        """Return the rows that the next plan reports to the device as freed."""
         freed, self._unannounced = self._unannounced, []
         return freed
 
     def announce_again(self, rows: list[int]) -> None:
-        """The plan that said so never ran."""
+        """Report these rows again, since the plan that reported them never ran."""
         self._unannounced.extend(rows)
 
     def announce_all(self) -> None:
-        """The device may know of any row, whatever it was told."""
+        """Report every row as freed, since the state of the device is unknown."""
         self._unannounced = list(range(self._num_rows))
 
     def check(self, taken: list[int]) -> None:

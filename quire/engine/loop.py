@@ -1,7 +1,7 @@
-"""The step loop: plan step N+1 while the device runs step N, commit N, send the news.
+"""The step loop: plan step N+1 while the device runs step N, commit N, deliver the deltas.
 
-`Engine.turn` is one turn of the loop and never waits for anything but the tokens of the oldest step in flight. `LLM`
-turns it by hand; `EngineThread` turns it in a thread of its own, fed through an inbox. One engine, one thread.
+`Engine.turn` is one turn of the loop and waits for nothing but the tokens of the oldest step in flight. `LLM` calls it
+directly, `EngineThread` from its own thread, and the engine process from its main thread. One thread uses an engine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from quire.types import Delta, GrammarSpec, Plan, QuireError, Request, is_out_of
 
 Deliver = Callable[[list[Delta]], object]
 FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
-MAX_SUSPECTS = 64  # suspects named in a note
+MAX_SUSPECTS = 64  # maximum number of suspects that a `StepFault` names
 
 
 @dataclass(frozen=True, slots=True)
 class StepFault:
-    """A step failed as a whole and was dealt with; `culprit`: the request that ended for it, once it is found."""
+    """A failed step that was rolled back. `culprit` is the request that was ended for it, if known."""
 
     code: str
     what: str
@@ -34,7 +34,7 @@ class StepFault:
 
 
 class EngineBroken(Exception):
-    """The scheduler's own books may be wrong: no retry in this process can be trusted."""
+    """The scheduler's state may be inconsistent, so no retry in this process is safe."""
 
 
 class Engine:
@@ -52,18 +52,18 @@ class Engine:
         self.workers = workers
         self._depth = depth
         self._fill_masks = fill_masks or _fill_masks
-        self._inflight: deque[tuple[Plan, Ticket, float]] = deque()  # with when it was started
+        self._inflight: deque[tuple[Plan, Ticket, float]] = deque()  # with the start time of each
         self._bisection = Bisection()
         self._chores: Iterator[None] | None = None
-        self.has_chores = True  # as far as is known
-        self._last_done = 0.0  # when the step before the oldest one in flight was done
+        self.has_chores = True  # False once the workers have none left
+        self._last_done = 0.0  # completion time of the last committed step
         self.states: StateMachine[LoopState] = StateMachine(LoopState.IDLE, LOOP_TRANSITIONS)
         self._faults: list[StepFault] = []
 
     def wrap(
         self, workers: Callable[[Workers], Workers], fill_masks: Callable[[FillMasks], FillMasks] | None = None
     ) -> None:
-        """Put something between the loop and whoever computes, to watch or to disturb. Only while nothing runs."""
+        """Wrap the workers and the mask filler, to record steps or inject faults. Only while no step is in flight."""
         self.workers = workers(self.workers)
         if fill_masks is not None:
             self._fill_masks = fill_masks(self._fill_masks)
@@ -78,7 +78,7 @@ class Engine:
 
     @property
     def num_suspects(self) -> int:
-        """Groups of requests that run by themselves, because a step with them in it failed or killed an engine."""
+        """Number of groups that run alone because a step with them failed or killed an engine."""
         return len(self._bisection)
 
     def add(self, request: Request) -> None:
@@ -92,8 +92,10 @@ class Engine:
         self.scheduler.cancel(request_id)
 
     def rebuild(self) -> None:
-        """Start over with empty books: a call was left in the middle, by an interrupt or an error, and nothing in them
-        can be relied on. Every request and the prefix cache are gone. May itself be left in the middle and repeated."""
+        """Replace the scheduler by an empty one after an interrupt or error left it inconsistent.
+
+        All requests and the prefix cache are dropped. An interrupted call can be repeated.
+        """
         self.scheduler = self.scheduler.empty_copy()
         self._inflight.clear()
         self._bisection = Bisection()
@@ -102,8 +104,11 @@ class Engine:
         self.tracer.note("engine rebuilt")
 
     def turn(self, deliver: Deliver | None = None) -> list[Delta]:
-        """One turn of the loop: at most one step started, at most one committed. `deliver` gets the news, which are
-        also returned, before the step's books are kept; it must not call the engine. Between turns all books are."""
+        """Run one turn of the loop: start at most one step and commit at most one. Returns the deltas.
+
+        `deliver` gets the deltas before the deferred part of the commit runs, and must not call the engine. Between
+        turns no commit is pending.
+        """
         current: Plan | None = None
         deltas: list[Delta] = []
         self.states.move("turn")
@@ -117,7 +122,7 @@ class Engine:
                 with span("plan"):
                     current = self.scheduler.plan()
                 if current is None and not self._inflight and self._bisection.active:
-                    self._bisection.skip()  # nobody of this group can run now
+                    self._bisection.skip()  # no request of this group can run now
                     self.scheduler.restrict(self._bisection.group)
             if current is not None:
                 started = clock()
@@ -129,14 +134,14 @@ class Engine:
             if self._inflight and (current is None or len(self._inflight) >= depth - 1):
                 deltas = self._commit_oldest()
             if current is not None:
-                if ticket is None:  # a mask needs the tokens just committed
+                if ticket is None:  # the masks depend on the tokens just committed
                     with span("mask", current):
                         masks = self._fill_masks(current, self.scheduler.requests)
                     with span("sample", current):
                         ticket = self.workers.sample(forward, masks)
                 self._inflight.append((current, ticket, started))
-                current = None  # from here on it is one of those in flight
-                if len(self._inflight) >= depth:  # at depth 1 nothing is planned ahead, so nothing is won by waiting
+                current = None  # from here on it is one of the steps in flight
+                if len(self._inflight) >= depth:  # at depth 1 no step is planned ahead, so the commit need not wait
                     deltas += self._commit_oldest()
             self.states.move("rest")
         except (DeviceLost, EngineBroken):
@@ -145,7 +150,7 @@ class Engine:
         except Exception as error:
             self.states.move("fail")
             self._flush_deferred()
-            self._recover(current, error)  # what was committed before stays, and is sent
+            self._recover(current, error)  # deltas of earlier commits are still delivered
             self.states.move("rolled_back")
         deltas += self.scheduler.take_ended()
         try:
@@ -166,12 +171,12 @@ class Engine:
         self.states.move("commit")
         self._inflight.popleft()
         done = self.scheduler.clock()
-        self.scheduler.observe(plan, done - max(started, self._last_done))  # it ran when the one before was done
+        self.scheduler.observe(plan, done - max(started, self._last_done))  # a step runs once the previous one is done
         self._last_done = done
         try:
             with self.tracer.span("commit", plan):
                 deltas = self.scheduler.commit(plan, output)
-        except Exception as error:  # half committed: some tokens are in the books and in nobody's news
+        except Exception as error:  # half committed: some tokens are in requests but in no delta
             raise EngineBroken(f"committing a step failed: {type(error).__name__}: {error}") from error
         if self._bisection.active:
             self._bisection.passed({r.id: r.computed for r in self.scheduler.requests.values()})
@@ -180,7 +185,7 @@ class Engine:
         return deltas
 
     def _flush_deferred(self) -> None:
-        """What the steps committed in this turn filled is from now on there for others, what they freed is free."""
+        """Run the deferred part of the commits of this turn: insert full pages, free what was released."""
         deferred = self.scheduler.deferred
         if not deferred.pending:
             return
@@ -191,11 +196,11 @@ class Engine:
             raise EngineBroken(f"keeping a step's books failed: {type(error).__name__}: {error}") from error
 
     def _recover(self, current: Plan | None, error: Exception) -> None:
-        """A step failed as a whole: drop what is in flight, fall back, and look for the one who caused it."""
+        """Roll back all steps in flight after a failed step, and bisect for the request that caused it."""
         plans = [plan for plan, _, _ in self._inflight] + ([current] if current is not None else [])
         self._inflight.clear()
         if not plans:
-            raise error  # the scheduler itself failed: no request is to blame
+            raise error  # the scheduler itself failed, not a request
         touched = self.scheduler.abandon(plans)
         out_of_memory = isinstance(error, QuireError) and error.code == "out_of_memory"
         if out_of_memory and not self._bisection.active and self.scheduler.shrink_steps(plans):
@@ -203,7 +208,7 @@ class Engine:
             self._faults.append(
                 StepFault("out_of_memory", str(error)[:1000], tuple(sorted(touched))[:MAX_SUSPECTS], None)
             )
-            return  # nobody is to blame: smaller steps may do
+            return  # no request is at fault: smaller steps may fit
         culprit = self._bisection.failed(touched) if touched else None
         self.tracer.note("step failed", error=repr(error), suspects=len(touched), culprit=culprit or "")
         code = "out_of_memory" if out_of_memory or is_out_of_memory(error) else "step_failed"
@@ -214,7 +219,7 @@ class Engine:
         self.scheduler.restrict(self._bisection.group)
 
     def take_faults(self) -> list[StepFault]:
-        """Steps that failed since the last call."""
+        """Return the steps that failed since the last call."""
         faults, self._faults = self._faults, []
         return faults
 
@@ -225,12 +230,12 @@ class Engine:
         return deltas
 
     def prepare(self) -> None:
-        """Slower to start, quicker from then on. Only while nothing runs."""
+        """Run all warm-up work now, for a slower start and faster first requests. Only while nothing runs."""
         while self.do_chore():
             pass
 
     def do_chore(self) -> bool:
-        """One piece of what `prepare` does, for a moment in which nothing runs; False: it is all done, or not now."""
+        """Run one piece of warm-up work. False if requests are open or no work is left."""
         if self.has_work:
             return False
         if self._chores is None:
@@ -240,7 +245,7 @@ class Engine:
         except StopIteration:
             self.has_chores = False
         except BaseException:
-            self._chores = None  # an iterator that raised gives nothing more
+            self._chores = None  # a generator that raised yields nothing more
             raise
         return self.has_chores
 
@@ -250,7 +255,7 @@ class Engine:
 
 
 def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]:
-    """One bit per allowed token for each row whose request has a grammar and samples in this step."""
+    """Return one bit per allowed token for each row that samples with a grammar in this step."""
     masks = {}
     for index, row in enumerate(plan.rows):
         request = requests.get(row.request_id)
@@ -262,7 +267,7 @@ def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]
 
 
 def _request_error(error: Exception) -> QuireError:
-    """What the request is told that no step can be computed with."""
+    """Return the error that ends a request with which no step can be computed."""
     if isinstance(error, QuireError):
         return error
     what = f"This request made a step fail ({type(error).__name__}: {error})."

@@ -1,6 +1,6 @@
-"""What a step's tokens mean for one request: which of them are its own, whether they end it, and what its end says.
+"""Effects of a step's tokens on one request: tokens appended, the finish reason, and the final delta.
 
-Plain functions on a request and its delta, called by the scheduler while it commits.
+These are functions of a request and its delta, which the scheduler calls while it commits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from quire.types import Delta, FinishReason, GrammarSpec, QuireError, Request, T
 
 
 def append_tokens(request: Request, delta: Delta) -> FinishReason | None:
-    """The new tokens become the request's, up to the one that ends it; what lies beyond is dropped."""
+    """Append the new tokens up to the one that ends the request, and drop the rest. Returns the finish reason."""
     reason, used = None, 0
     for token in delta.token_ids:
         request.tokens.append(token)
@@ -27,7 +27,7 @@ def append_tokens(request: Request, delta: Delta) -> FinishReason | None:
 
 
 def end_delta(request: Request, reason: FinishReason, now: float) -> Delta:
-    """The end of a request, with what it took."""
+    """Return the final delta of a request, with its usage and timing."""
     timing = Timing(
         queue=(request.admitted_at or now) - request.arrival,
         first_token=(request.first_token_at - request.arrival) if request.first_token_at else 0.0,
@@ -38,7 +38,7 @@ def end_delta(request: Request, reason: FinishReason, now: float) -> Delta:
 
 
 def no_token_error(request: Request) -> QuireError:
-    """No token could be chosen: the grammar gave up, or forbids all that is left, or the model failed."""
+    """Return the error of a request without an allowed token: a failed or exhausted grammar, or bad logits."""
     grammar = request.grammar
     if grammar is None:
         what = "The model produced logits that are not finite."

@@ -1,7 +1,7 @@
-"""The scheduler's choices as small plug-ins: which request goes first, which is let in, which must give way.
+"""Policies of the scheduler: the order of requests, admission to the queue, and the choice of victims.
 
-Each is a protocol of one method, and `Scheduler` gets them at construction. `Order` has three implementations,
-`Admission` and `Victims` have one each. How much of a prompt a step takes is another such choice, in `pacing`.
+Each policy is a protocol of one method and is passed to `Scheduler`. `Order` has three implementations, `Admission` and
+`Victims` have one each. The policy that sizes the chunks of a prompt is in `chunking`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OrderKey = tuple[float, ...]
 
 
 class Order(Protocol):
-    """A sort key; the smallest goes first, and the largest is the first to give way."""
+    """The sort key of a request: the smallest runs first, the largest is preempted first."""
 
     def __call__(self, request: Request) -> OrderKey: ...
 
@@ -38,13 +38,19 @@ ORDERS: dict[str, Order] = {"fcfs": fcfs, "priority": by_priority, "deadline": b
 
 
 class Admission(Protocol):
-    """Refuse a request the queue has no room for, by raising. `num_open`: requests that run or wait."""
+    """Admission control: raises if the queue has no room for a request.
+
+    `num_open` is the number of requests that run or wait.
+    """
 
     def admit(self, request: Request, num_open: int, num_waiting_tokens: int) -> None: ...
 
 
 class QueueBounds:
-    """Who will find a row free does not wait, though the next step has yet to give it one."""
+    """Bounds on the requests and prompt tokens that wait.
+
+    A request for which a row is free does not count as waiting, even before the next plan assigns the row.
+    """
 
     def __init__(self, max_rows: int, max_waiting: int, max_waiting_tokens: int):
         self._max_rows = max_rows
@@ -62,13 +68,13 @@ class QueueBounds:
 
 
 class Victims(Protocol):
-    """Which running request gives way when the cache is full; None when `needy` itself should."""
+    """The choice of the request to preempt for `needy` when the cache is full; None: `needy` itself."""
 
     def choose(self, running: Iterable[Request], needy: Request) -> Request | None: ...
 
 
 class LastInOrder:
-    """The lowest priority and, among those, the newest. A request never pushes out one that goes before it."""
+    """Preempts the last request in order. A request never preempts one that precedes it."""
 
     def __init__(self, order: Order):
         self._order = order

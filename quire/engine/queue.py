@@ -1,7 +1,7 @@
-"""Requests that wait: a heap by the order policy, with removal in constant time and a running count of tokens.
+"""Waiting requests: a heap in the order of the policy, with lazy removal and a running count of tokens.
 
-A request that was pushed back keeps its place, because its key does not change. Deadlines have a heap of their own,
-so that a step never walks over everyone who waits. Beside the queue stand those who wait for another's prompt.
+A preempted request returns to its former position, since its sort key does not change. Deadlines are in a separate
+heap, so that no step iterates over all waiting requests. `HeldRequests` wait for another request's prefix, not a row.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class WaitQueue:
 
     def peek(self) -> Request | None:
         while self._heap and self._members.get(self._heap[0][2].id) is not self._heap[0][2]:
-            heapq.heappop(self._heap)  # removed earlier
+            heapq.heappop(self._heap)  # entry of a removed request
         return self._heap[0][2] if self._heap else None
 
     def remove(self, request: Request) -> None:
-        """Whoever is at the head goes at once; others leave their heap entry behind to be skipped."""
+        """Remove a request. Only the head leaves the heap at once; other entries are skipped later."""
         if self._members.pop(request.id, None) is not None:
             self.num_tokens -= len(request.tokens)
             if self._heap[0][2] is request:
@@ -59,7 +59,7 @@ class WaitQueue:
 
 
 class HeldRequests:
-    """Requests that wait for a page of their prompt which another one computes, by that page's key."""
+    """Requests that wait for a page of their prompt which another request computes, by the page's key."""
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, list[Request]] = {}
@@ -72,33 +72,32 @@ class HeldRequests:
         self._by_key.setdefault(key, []).append(request)
 
     def take(self, keys: Iterable[bytes]) -> list[Request]:
-        """Whoever waited for one of these pages; those that ended meanwhile are forgotten."""
+        """Remove and return the requests that wait for one of these pages and have not ended."""
         return [r for key in keys for r in self._by_key.pop(key, ()) if r.status is Status.HELD]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The cache had no room for the head of the queue, when so many were running and so much was free."""
+    """A failed admission of the head of the queue, with the number of running requests and free units then."""
 
     request: Request
     num_running: int
-    room: list[int]  # units that could be had, per group
+    room: list[int]  # available units per group
 
     def still_holds(self, request: Request, num_running: int, room: list[int]) -> bool:
-        """Nothing was freed since: matching a long prompt at every step is costly."""
+        """True if nothing was freed since, so that a long prompt need not be matched again at each step."""
         return self.request is request and num_running >= self.num_running and all(map(le, room, self.room))
 
 
 class Deadlines:
-    """Which requests have run out of time; asked once a step. Most end long before: they are forgotten then, and not
-    when their time would have come."""
+    """The deadlines of open requests, checked once per step. Most requests end before theirs and are removed then."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
         self._members: dict[str, float] = {}
 
     def __len__(self) -> int:
-        """Entries held, those of the forgotten included."""
+        """Number of heap entries, including those of removed requests."""
         return len(self._heap)
 
     def add(self, request: Request) -> None:
@@ -107,7 +106,7 @@ class Deadlines:
             self._members[request.id] = request.deadline
 
     def remove(self, request: Request) -> None:
-        """It has ended. Its entry stays behind until such entries are the larger part."""
+        """Remove an ended request. Its heap entry stays until such entries are the majority."""
         self._members.pop(request.id, None)
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
             self._heap = [(at, name) for name, at in self._members.items()]

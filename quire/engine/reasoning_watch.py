@@ -1,7 +1,7 @@
-"""Where a request stands in its reasoning, followed token by token: before it, inside it, or past it.
+"""Tracks token by token whether a request is before, inside or past its reasoning.
 
-A `Grammar` holds one: what it enforces begins where reasoning ends, and a budget ends reasoning by its own marker. The
-markers are found by bytes, not by ids: one of several tokens can be written with others, merged with what follows.
+A `Grammar` has one: its constraint begins where reasoning ends, and a budget ends reasoning by forcing the end marker.
+Markers are matched by bytes, not by ids, since a tokenizer can split a marker or merge it with the text behind it.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ class ReasoningWatch:
         self.restart()
 
     def restart(self) -> None:
-        self.is_before = bool(self._open_text and self._close_text)  # it may come yet, if the model opens it
+        self.is_before = bool(self._open_text and self._close_text)  # True while the model may still open reasoning
         self.is_inside = bool(self._close_text) and not self.is_before
-        self._num_tokens = 0  # of the marker that opens, then of the reasoning itself
+        self._num_tokens = 0  # tokens of the opening marker, then of the reasoning itself
         self._tail = b""
 
     @property
     def is_opening(self) -> bool:
-        """In the middle of the marker that opens it."""
+        """True while the opening marker is written in part."""
         return self.is_before and self._num_tokens > 0
 
     @property
     def next_of_opening(self) -> int | None:
-        """The token that opens reasoning, or goes on with opening it; None once it is too late for that."""
+        """The next token of the opening marker; None if reasoning can no longer be opened."""
         if not self.is_before or self._num_tokens >= len(self._opening):
             return None
         return self._opening[self._num_tokens]
 
     @property
     def forced(self) -> int | None:
-        """The one token that may come now, because the budget is used up; None: no such constraint."""
+        """The only allowed token once the budget is spent; None: no such constraint."""
         if not self.is_inside or self._budget is None:
             return None
         place = self._num_tokens - self._budget
         return self._closing[place] if 0 <= place < len(self._closing) else None
 
     def skip(self) -> None:
-        """The answer has begun: there will be no reasoning."""
+        """Record that the answer has begun without reasoning."""
         self.is_before = False
 
     def follow(self, token: int) -> None:
@@ -57,9 +57,9 @@ class ReasoningWatch:
                 self.is_before, self.is_inside = False, True
                 self._tail, self._num_tokens = self._tail[len(self._open_text) :], 0
             elif not self._open_text.startswith(self._tail):
-                self.is_before = False  # it says something else
+                self.is_before = False  # the text differs from the marker
             elif not self._tail:
-                self._num_tokens = 0  # white space may lead
+                self._num_tokens = 0  # white space may precede the marker
         elif self.is_inside:
             self._tail = self._tail[-len(self._close_text) :] + text
         self.is_inside = self.is_inside and self._close_text not in self._tail

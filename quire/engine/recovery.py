@@ -1,10 +1,9 @@
-"""Who has something to do with a step that failed, and finding the one request that breaks it: halve the suspects until
-the culprit is alone.
+"""Finds the request that makes steps fail, by bisection.
 
-After a failed step everyone it touched has fallen back to committed state. The groups here say who may run next;
-a group that gets past the point where it failed is cleared, one that fails again is halved, and a lone suspect that
-fails twice is the culprit. Who was in a step that killed the process is alone from the start, since it may not be tried
-again in company; between two of these everyone else, the cleared ones included, gets a step.
+After a failed step all its requests are rolled back to committed state. `Bisection` then decides which requests may
+run: a group that gets past the point of failure is cleared, one that fails again is halved, and a single suspect that
+fails twice is the culprit. A request from a step that killed the process runs alone from the start. Between two such
+isolated requests all others, including cleared ones, get a step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from quire.types import CopyKind, Plan, Request, Status
 
 
 def affected_by(plans: list[Plan], requests: Iterable[Request]) -> list[Request]:
-    """Who has a row in one of these steps, or is in flight otherwise, or had bytes on their way to the host in them."""
+    """Return the requests with a row in these steps, with a step in flight, or being swapped out by one of them."""
     rows = {row.request_id for plan in plans for row in plan.rows}
     rows |= {row.request_id for plan in plans for row in plan.added}
     moved = {(copy.group, copy.target) for plan in plans for copy in plan.copies if copy.kind is CopyKind.OUT}
@@ -31,7 +30,7 @@ def affected_by(plans: list[Plan], requests: Iterable[Request]) -> list[Request]
 
 
 class AllExcept:
-    """Everyone but these."""
+    """The container of all names except the given ones."""
 
     def __init__(self, names: set[str]):
         self._names = names
@@ -43,10 +42,10 @@ class AllExcept:
 class Bisection:
     def __init__(self) -> None:
         self._groups: deque[list[str]] = deque()
-        self._isolated: set[str] = set()  # suspects of a death
+        self._isolated: set[str] = set()  # suspects in the end of an engine process
         self._is_others_turn = False
-        self._targets: dict[str, int] = {}  # how many tokens each suspect must have computed to be cleared
-        self._failed_alone: set[str] = set()  # once: it may have been bad luck
+        self._targets: dict[str, int] = {}  # computed tokens at which each suspect is cleared
+        self._failed_alone: set[str] = set()  # suspects that failed alone once, which may be a transient fault
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -57,19 +56,19 @@ class Bisection:
 
     @property
     def group(self) -> Container[str] | None:
-        """Who may run now; None: everyone."""
+        """The ids of the requests that may run now; None: all."""
         if self._is_others_turn:
             return AllExcept({suspect for group in self._groups for suspect in group})
         return set(self._groups[0]) if self._groups else None
 
     def isolate(self, suspect: str, target: int) -> None:
-        """Someone who was in a step that took a whole engine down runs alone until it is past that point."""
+        """Let a request from a step that killed an engine run alone until it has computed `target` tokens."""
         self._targets[suspect] = target
         self._groups.append([suspect])
         self._isolated.add(suspect)
 
     def failed(self, touched: Mapping[str, int]) -> str | None:
-        """A step failed that would have brought these to so many tokens. Returns the culprit if no doubt is left."""
+        """Record a failed step, with the length it would have computed each request to. Returns a culprit if known."""
         suspects = sorted(touched)
         if self._groups and not self._is_others_turn:
             suspects = [i for i in self._groups.popleft() if i in touched] or suspects
@@ -83,7 +82,7 @@ class Bisection:
         return None
 
     def _accuse(self, suspect: str) -> str | None:
-        """Alone in a step that failed. A fault that passes can hit anyone once; whoever fails alone twice is it."""
+        """Return the suspect if it failed alone for the second time, else let it run alone again."""
         if suspect not in self._failed_alone:
             self._failed_alone.add(suspect)
             self._groups.appendleft([suspect])
@@ -94,7 +93,7 @@ class Bisection:
         return suspect
 
     def passed(self, computed: Mapping[str, int]) -> None:
-        """A step committed; `computed` says how far everyone who has not ended is now."""
+        """Record a committed step. `computed` holds the computed tokens of every open request."""
         if self._is_others_turn:
             self._is_others_turn = False
         elif self._groups and all(
@@ -105,7 +104,7 @@ class Bisection:
             self._is_others_turn = lone and self.active
 
     def skip(self) -> None:
-        """Go on with the next group: this one is cleared, or none of it can run now."""
+        """Continue with the next group, since this one is cleared or cannot run now."""
         if self._is_others_turn:
             self._is_others_turn = False
         elif self._groups:

@@ -1,7 +1,7 @@
-"""Where every request is: in the queue, held for another's prompt, or in a row of the device; and the moves between.
+"""The table of open requests: queued, held for another request's prefix, or in a row of the device.
 
-The scheduler decides who moves. Here a move is done as a whole: row, cache, queue and status change together, so that
-whatever is decided, nobody is lost, doubled, or in two places.
+The scheduler decides which request moves. Each method here performs one move completely: row, cache units, queue and
+status change together, so that no request is lost or in two places.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from quire.types import Delta, FinishReason, Plan, Request, RowInit, Status
 
 class RequestTable:
     def __init__(self, cache: CacheIndex, num_rows: int, order: Order, clock: Callable[[], float]):
-        self.requests: dict[str, Request] = {}  # every request that has not ended
+        self.requests: dict[str, Request] = {}  # every request that has not ended, by id
         self.waiting = WaitQueue(order)
         self.running: list[Request] = []  # RUNNING and DRAINING, in order
         self.rows = RowPool(num_rows)
-        self.last_step = 0  # that was planned: what is given back is free once it has committed
+        self.last_step = 0  # number of the last planned step; rows and units released now are free after its commit
         self._held = HeldRequests()
         self._cache = cache
         self._order = order
@@ -36,7 +36,7 @@ class RequestTable:
         self.waiting.push(request)
 
     def hold(self, request: Request, key: bytes) -> None:
-        """Out of the queue until this page of its prompt is there, or nobody computes it any more."""
+        """Take a request off the queue until the page `key` of its prompt is cached or no longer being computed."""
         self.waiting.remove(request)
         self._held.put(key, request)
 
@@ -46,7 +46,7 @@ class RequestTable:
             self.waiting.push(request)
 
     def start(self, request: Request, plan: Plan) -> None:
-        """From the queue into a row; the device is told everything about it."""
+        """Move a request from the queue into a row, and add its `RowInit` and page tables to the plan."""
         self.waiting.remove(request)
         request.row = self.rows.take()
         request.planned = request.computed
@@ -77,37 +77,37 @@ class RequestTable:
             request.row = -1
 
     def drop_state(self, request: Request) -> None:
-        """Back to the start: its pages stay in the prefix tree as long as nobody needs their room."""
+        """Release the state of a request. Its full pages stay in the prefix tree until they are evicted."""
         self.wake(self._cache.release(request, self.last_step))
         request.status = Status.WAITING
         request.computed = request.planned = request.pending = request.inflight = 0
 
     def end(self, request: Request, reason: FinishReason) -> Delta:
-        """Gone, from wherever it is. The delta says what it took."""
+        """End a request in any status and release what it holds. Returns its final delta."""
         if request.status in (Status.WAITING, Status.SWAPPED):
             self.waiting.remove(request)
         self.release(request)
         return self.mark_ended(request, reason)
 
     def mark_ended(self, request: Request, reason: FinishReason) -> Delta:
-        """Off the list of those who have not ended; whoever does this to one that runs clears it away afterwards."""
+        """Remove a request from the table and return its final delta. The caller must `release` it afterwards."""
         request.status = Status.ENDED
         del self.requests[request.id]
         return end_delta(request, reason, self._clock())
 
     def release(self, request: Request) -> None:
-        """Its row and all that it holds go back."""
+        """Release the row and the lease of a request."""
         self.leave_row(request)
         self.wake(self._cache.release(request, self.last_step))
 
     def settle(self, step: int) -> None:
-        """Every step up to this one has committed: rows and units that waited for it are free."""
+        """Free the rows and units that waited for steps up to `step`, which have committed."""
         self._cache.settle(step)
         self.rows.settle(self._cache.settled)
 
     def reset(self, last_step: int) -> None:
-        """Nothing runs, and whatever was planned up to this step counts as committed."""
-        self.last_step = last_step + 1  # one more may have been in the making
+        """Start with no request, treating all steps up to `last_step` as committed."""
+        self.last_step = last_step + 1  # one more step may have been planned in part
         self.rows.announce_all()
         self.settle(self.last_step)
 

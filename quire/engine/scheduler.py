@@ -1,8 +1,8 @@
-"""Who runs next: turns waiting requests into plans, and step outputs into tokens, ends and freed room.
+"""The scheduler: plans steps from waiting and running requests, and commits the output of steps.
 
-There are no phases: a request has `expected_len` tokens and `planned` of them have state; each step gives some requests
-some tokens to catch up with. `plan` moves `planned`, `commit` moves `computed`; a failed step therefore leaves no lie.
-The engine's loop is the only caller, from one thread.
+Prefill and decode are one mechanism: a request has `expected_len` tokens, `planned` of them have state or will have it
+after the steps in flight, and each step computes some of the rest. `plan` advances `planned` and `commit` advances
+`computed`, so a failed step is rolled back to `computed`. Only the engine's loop calls this, from one thread.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Scheduler:
         self.requests, self.waiting, self.running = self.table.requests, self.table.waiting, self.table.running
         self.deferred = DeferredCommit(cache, self.table)
         self._deadlines = Deadlines()
-        self._num_prompt = (0, 0)  # rows and tokens of prompts in the step being planned
-        self._ended: list[Delta] = []  # ends that no commit will report
-        self._refusal: Refusal | None = None  # of the head of the queue, when the cache had no room for it
-        self.step_cap = limits.max_batch_tokens  # tokens a step may have; less once memory has run out
-        self._only: Container[str] | None = None  # while a failed step is being bisected: who may run
+        self._num_prompt = (0, 0)  # prefill rows and prompt tokens in the step being planned
+        self._ended: list[Delta] = []  # final deltas of requests that ended outside a commit
+        self._refusal: Refusal | None = None  # the last time the cache had no room for the head of the queue
+        self.step_cap = limits.max_batch_tokens  # maximum tokens per step; reduced after the device ran out of memory
+        self._only: Container[str] | None = None  # ids that may run while a failed step is bisected; None: all
 
-    # -- what comes in --------------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a validated request. Raises when the queue is full; then nothing has changed."""
+        """Queue a validated request. Raises without any change if the queue is full or the prompt exceeds the cache."""
         if request.id in self.requests:
             raise QuireError("duplicate_id", f"A request with id {request.id!r} is already running.", "Use a fresh id.")
         if len(request.tokens) >= self.cache.capacity_tokens:
@@ -82,13 +82,13 @@ class Scheduler:
         self._deadlines.add(request)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request in whatever state it is; unknown or ended ids are ignored."""
+        """End a request in any status. Ids that are unknown or have ended are ignored."""
         request = self.requests.get(request_id)
         if request is not None:
             self._ended.append(self._end(request, reason))
 
     def fail(self, request_id: str, error: QuireError) -> None:
-        """End one request with its own error; nobody else notices."""
+        """End one request with an error; other requests are not affected."""
         request = self.requests.get(request_id)
         if request is not None:
             delta = self._end(request, FinishReason.ERROR)
@@ -108,14 +108,14 @@ class Scheduler:
         self.stats.ended += 1
 
     def take_ended(self) -> list[Delta]:
-        """Ends that happened outside a commit: cancelled, out of time, failed."""
+        """Return the final deltas of requests that ended outside a commit: cancelled, past their deadline or failed."""
         ended, self._ended = self._ended, []
         return ended
 
     # -- planning -------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
-        """The next step, or None when nothing can be planned before something commits."""
+        """Plan the next step. Returns None if nothing can be planned before a step in flight commits."""
         for request_id in self._deadlines.expired(self.clock()):
             self.cancel(request_id, FinishReason.DEADLINE)
         plan = Plan(self.table.last_step + 1)
@@ -131,7 +131,7 @@ class Scheduler:
         budget = min(budget, self.step_cap)
         budget, preempted = self._plan_rows(decodes + prefills, len(decodes), budget, plan, self._make_room)
         preempting = preempting or preempted
-        if not preempting:  # who was just pushed out must not be replaced by a newcomer
+        if not preempting:  # a waiting request must not take the room of one that was just preempted
             self._admit(budget, plan)
         if not plan.rows and not plan.copies and not plan.added:
             return None
@@ -142,11 +142,11 @@ class Scheduler:
         return plan
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """How long a step took, for policies that learn from it."""
+        """Report how long a step took to the policy that sizes the steps."""
         self._chunking.observe(plan, seconds)
 
     def set_step_target(self, step_target_seconds: float | None) -> None:
-        """From now on keep steps with decodes in them this short; None: as large as the limits allow."""
+        """Set the target time of steps that contain decodes; None: steps as large as the limits allow."""
         self._chunking = choose_chunking(self.limits.max_batch_tokens, step_target_seconds)
 
     def _may_run(self, request: Request) -> bool:
@@ -154,13 +154,16 @@ class Scheduler:
             return False
         if request.pending:
             if len(request.tokens) + request.pending >= request.max_len:
-                return False  # the sample in flight is its last
+                return False  # the sampled token in flight is its last
             if self.limits.depth > 2:
-                return False  # with several stages a row that awaits its sample is in one step only
+                return False  # in a pipeline a row that awaits its sampled token is in one step only
         return self._only is None or request.id in self._only
 
     def _make_room(self, request: Request, budget: int, plan: Plan) -> tuple[int, bool]:
-        """How far this request may be computed in this step, and whether someone had to give way for it."""
+        """Reserve cache units for a running request; preempt another one, or the request itself, if there are too few.
+
+        Returns the length to compute it to, and whether a request was preempted.
+        """
         end = self._chunk_end(request, budget)
         if self.cache.reserve(request, end, plan):
             return end, False
@@ -178,7 +181,7 @@ class Scheduler:
         return request.planned, True
 
     def _find_free_room(self, request: Request, budget: int, plan: Plan) -> tuple[int, bool]:
-        """How far a newly admitted request may be computed in this step; it preempts nothing."""
+        """Reserve cache units for a newly admitted request without preempting. Returns the same as `_make_room`."""
         end = self._chunk_end(request, budget)
         if not self.cache.reserve(request, end, plan):
             end = min(end, self.cache.reservable(request))
@@ -235,14 +238,14 @@ class Scheduler:
             if request is None:
                 return
             if not self.table.rows.num_free and not any(self._yields_to(r, request) for r in self.running):
-                return  # no row and nobody to push out: don't match its prompt again at every step
+                return  # without a row or a victim its prompt is not matched again at each step
             if self._refusal is not None and self._refusal.still_holds(request, len(self.running), self._available()):
                 if self._preempt_for(request, plan):
                     continue
                 return
             if request.status is Status.WAITING and self._wait_for_prefix(request):
                 continue
-            margin = len(self.running)  # each running request will soon want a page
+            margin = len(self.running)  # each running request needs a page soon
             take = self.cache.swap_in if request.status is Status.SWAPPED else self.cache.admit
             if not self.table.rows.num_free or not take(request, plan, margin):
                 if self.table.rows.num_free:
@@ -263,12 +266,13 @@ class Scheduler:
         return min((r for r in self.waiting if r.id in self._only), key=self._order, default=None)
 
     def _yields_to(self, running: Request, request: Request) -> bool:
-        """To the next in line one of strictly lower priority gives way, an equal never does; while a failed step is
-        bisected, everyone does who may not run anyway."""
+        """True if `running` may be preempted for the waiting `request`: its priority is strictly lower, or it may not
+        run while a failed step is bisected."""
         return running.priority > request.priority or (self._only is not None and running.id not in self._only)
 
     def _preempt_for(self, request: Request, plan: Plan) -> bool:
-        """No room for the next in line: one gives way. True: it is gone already, and this plan may go on with that."""
+        """Preempt a running request for the head of the queue. True if its row is free already, so that this plan may
+        admit the head."""
         candidates = [r for r in self.running if r.status is Status.RUNNING and self._yields_to(r, request)]
         barred = [r for r in candidates if self._only is not None and r.id not in self._only]
         victim = max(barred, key=self._order) if barred else self._victims.choose(candidates, request)
@@ -278,7 +282,7 @@ class Scheduler:
         return self._only is not None and victim.status is not Status.DRAINING and self.table.rows.num_free > 0
 
     def _wait_for_prefix(self, request: Request) -> bool:
-        """Put a request aside while another computes the same prompt."""
+        """Hold a request while another one computes the same prefix. False if it need not wait."""
         if not self.cache.prefix_cache or request.params.needs_whole_prompt or self._only is not None:
             return False
         key = self.cache.claims.wait_for(request, self.cache.match(request).length)
@@ -287,10 +291,10 @@ class Scheduler:
         self.table.hold(request, key)
         return True
 
-    # -- giving way -----------------------------------------------------------------------------------------------
+    # -- preemption -----------------------------------------------------------------------------------------------
 
     def _preempt(self, victim: Request, plan: Plan) -> None:
-        """Push a request out: at once if none of its steps is in flight, else when they have committed."""
+        """Preempt a request: now if it is in no step in flight, else after these have committed."""
         victim.status = Status.DRAINING
         victim.preemptions += 1
         self.stats.preemptions += 1
@@ -319,15 +323,17 @@ class Scheduler:
     # -- committing -----------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, output: StepOutput) -> list[Delta]:
-        """A step's results are on the host: move `computed`, append tokens, say who is done. What the cache has to
-        learn of it stands in `books`, to be kept once the news are out."""
+        """Take a step's output into the requests: advance `computed`, append tokens, end requests. Returns the deltas.
+
+        Updates of the cache are put off into `deferred`, which is flushed after the deltas are delivered.
+        """
         deltas = []
         bad_rows, prompt_logprobs = set(output.bad_rows), output.prompt_logprobs
         requests, defer, num_sampled = self.requests, self.deferred.add, 0
         for index, row in enumerate(plan.rows):
             request = requests.get(row.request_id)
             if request is None or request.row != row.row:
-                continue  # it ended while this step was in flight: what the step sampled for it is dropped
+                continue  # it ended while this step was in flight, so its sampled token is dropped
             request.inflight -= 1
             request.computed += row.count
             delta = Delta(row.request_id, output.tokens[index])
@@ -356,25 +362,25 @@ class Scheduler:
         return deltas
 
     def _fail_row(self, request: Request, delta: Delta) -> FinishReason:
-        """No token could be chosen for it; its state must not reach anyone else."""
+        """End a request for which no token could be sampled, and clear its state before others use the units."""
         error = no_token_error(request)
         delta.token_ids, delta.error_code, delta.error = [], error.code, str(error)
         self.cache.scrub(request)
         return FinishReason.ERROR
 
     def _finish(self, delta: Delta, request: Request, reason: FinishReason) -> None:
-        """End a request in a commit: from now on nobody finds it, but what it holds is cleared away with the books."""
+        """End a request in a commit. Its row and units are released by the deferred part of the commit."""
         self._count_end(request)
         end = self.table.mark_ended(request, reason)
         delta.finish_reason, delta.usage, delta.timing = reason, end.usage, end.timing
 
-    # -- when a step fails ----------------------------------------------------------------------------------------
+    # -- failed steps ---------------------------------------------------------------------------------------------
 
     def abandon(self, plans: list[Plan]) -> dict[str, int]:
-        """These steps never committed and never will: everyone they touched falls back to what is committed.
+        """Roll back steps that will never commit: requests in them return to the queue.
 
-        Their full pages are in the prefix tree, so falling back costs at most the tail of each. Returns who was
-        touched, and how many tokens of theirs would have been computed.
+        Their full pages are in the prefix tree, so each computes at most its tail again. Returns the ids of these
+        requests with the number of tokens that the steps would have computed.
         """
         reached: dict[str, int] = {}
         for request in affected_by(plans, self.requests.values()):
@@ -390,7 +396,7 @@ class Scheduler:
         return reached
 
     def shrink_steps(self, plans: list[Plan]) -> bool:
-        """Memory ran out in one of these: from now on steps are half as large. False: they are small already."""
+        """Halve the size of steps after memory ran out in one of `plans`. False if steps are at their minimum."""
         largest = max(plan.num_tokens for plan in plans)
         smaller = max(self.limits.max_rows, largest // 2)
         if smaller >= min(largest, self.step_cap):
@@ -399,14 +405,16 @@ class Scheduler:
         return True
 
     def restrict(self, only: Container[str] | None) -> None:
-        """While a failed step is bisected only these may run; None lifts it."""
+        """Let only these requests run while a failed step is bisected; None: all."""
         self._only = only
 
-    # -- starting over --------------------------------------------------------------------------------------------
+    # -- rebuild --------------------------------------------------------------------------------------------------
 
     def empty_copy(self) -> Scheduler:
-        """One with the same limits, policies and counters and no request. Steps are numbered on, and its first plan
-        tells the device to forget every row."""
+        """Return a scheduler with the same limits, policies and counters and without requests.
+
+        Step numbers continue, and the first plan frees every row of the device.
+        """
         new = Scheduler(
             self.cache.empty_copy(),
             self.limits,

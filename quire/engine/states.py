@@ -1,7 +1,7 @@
-"""Small explicit state machines: named states, named transitions, each counted, remembered and told to who listens.
+"""State machines with named transitions, which are counted, recorded and passed to a callback.
 
-The engine's loop has one (what it is doing), the supervisor has one (how the engine process fares). A move that the
-table does not allow is a bug and says so; nothing changes a state in any other way.
+The engine's loop has one for what it is doing, the supervisor one for the engine process. A transition that the table
+does not allow raises an AssertionError. States change in no other way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 S = TypeVar("S", bound=Enum)
 
-KEPT = 64  # moves remembered, for operators to read
+KEPT = 64  # number of recent moves that operators can read
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StateMachine(Generic[S]):
         on_move: Callable[[Move], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`on_move`: told of every move; a machine that moves thousands of times a second has none and only counts."""
+        """`on_move` is called with every move. Without it moves are only counted, which suits a loop's rate."""
         self.state = initial
         self.counts = dict.fromkeys(transitions, 0)
         self.history: deque[Move] = deque(maxlen=KEPT)
@@ -65,12 +65,12 @@ class StateMachine(Generic[S]):
             self._on_move(move)
 
     def age(self) -> float:
-        """Seconds since the last move that was told."""
+        """Return the seconds since the last recorded move."""
         return self._clock() - self.since
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the engine's loop does
+# States of the engine's loop
 
 
 class LoopState(Enum):
@@ -91,15 +91,15 @@ LOOP_TRANSITIONS: dict[str, Transition[LoopState]] = {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How the engine process fares
+# States of the engine process
 
 
 class ProcessState(Enum):
     STARTING = "starting"
     READY = "ready"
-    BACKING_OFF = "backing_off"  # it died; a moment's wait before the next start
+    BACKING_OFF = "backing_off"  # the process exited; waits before the next start
     RESTARTING = "restarting"
-    FAILED = "failed"  # the budget of restarts is spent, or the next start makes no sense
+    FAILED = "failed"  # the budget of restarts is spent, or a restart cannot help
     STOPPED = "stopped"
 
 

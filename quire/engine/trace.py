@@ -1,7 +1,7 @@
-"""A trace of a run in Chrome's trace-event format, which Perfetto opens: what the host did when, step by step.
+"""Traces of the engine's host work in Chrome's trace-event format, which Perfetto opens.
 
-Events are written as they happen, one JSON object a line inside an array that viewers also accept unfinished, so a
-killed process still leaves a readable file. `NO_TRACE` costs nothing.
+Each event is one line with a JSON object inside an array. Viewers accept an array without its end, so a killed process
+leaves a readable file. `NO_TRACE` records nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.types import Delta, Plan, QuireError, Request
 
 
 class Tracer:
-    """Records nothing. The base of the real one, and what everyone gets by default."""
+    """A tracer that records nothing; the default, and the base class of `FileTracer`."""
 
     def span(self, name: str, plan: Plan | None = None) -> AbstractContextManager[None]:
         return _NOTHING
@@ -42,14 +42,14 @@ class Tracer:
 
 _NOTHING = nullcontext()
 NO_TRACE = Tracer()
-MAX_LINE = 1 << 20  # bytes of an event
-_END = b"\n]\n"  # of a trace that was closed
+MAX_LINE = 1 << 20  # maximum bytes of an event
+_END = b"\n]\n"  # end of a closed trace
 
 
 class FileTracer(Tracer):
     def __init__(self, path: str | Path, engine_number: int = 1):
-        """`engine_number`: which engine of one server this is. The first begins the file, a later one appends: all
-        that the engines of a server did stands in one trace, each as a process of its own."""
+        """`engine_number` counts the engines of one server. The first one begins the file, a later one appends to it,
+        so that one trace shows all engines of the server, each as a process."""
         try:
             appends = engine_number > 1 and _reopen(Path(path))
             self._file: TextIO = open(path, "a" if appends else "w", encoding="utf-8")  # noqa: SIM115 - see close()
@@ -58,12 +58,12 @@ class FileTracer(Tracer):
             raise QuireError(
                 "bad_trace_file", f"The trace can't be written to {path}: {error.strerror}.", hint
             ) from error
-        self._lock = threading.Lock()  # a device may write from a thread of its own
+        self._lock = threading.Lock()  # a device may record events from another thread
         if not appends:
             self._file.write("[\n")
         name = "quire" if engine_number == 1 else f"quire (engine {engine_number})"
         self._emit({"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": name}})
-        self._file.flush()  # an engine that dies early was there, too
+        self._file.flush()  # an engine that dies early still appears in the trace
 
     @contextmanager
     def span(self, name: str, plan: Plan | None = None) -> Iterator[None]:
@@ -107,7 +107,7 @@ class FileTracer(Tracer):
         }
         reason = delta.finish_reason.value if delta.finish_reason else ""
         self._emit({**event, "args": {"finish_reason": reason}})
-        self._file.flush()  # so that whoever looks while it runs finds all of a request
+        self._file.flush()  # so that a viewer sees ended requests while the engine runs
 
     def close(self) -> None:
         if not self._file.closed:
@@ -126,8 +126,8 @@ class FileTracer(Tracer):
 
 
 def _reopen(path: Path) -> bool:
-    """Make a trace that another engine left one that events can be added to: without the array's end if it was closed,
-    without the last line if that was cut off. False: there is none."""
+    """Prepare the trace of an earlier engine for appending: remove the end of the array, or a last line that was cut
+    off. False if there is no such trace."""
     if not path.is_file():
         return False
     with open(path, "r+b") as file:

@@ -1,7 +1,7 @@
-"""The seam between deciding and computing: what the engine's loop asks of whoever runs the steps.
+"""The interface between the engine's loop and the workers that run steps.
 
-`runtime` implements it for one device in this process; a test device that finishes late and a group of ranks behind a
-wire implement the same three methods. Steps run in the order they were given.
+`quire.runtime` implements it for one device in this process; tests implement it with a device that finishes late.
+Steps run in the order of the calls.
 """
 
 from __future__ import annotations
@@ -13,30 +13,34 @@ from quire.types import Plan, QuireError, StepOutput
 
 
 class Ticket(Protocol):
+    """A step in flight."""
+
     def wait(self) -> StepOutput:
-        """Block until the step's tokens are on the host. The only place where the host waits."""
+        """Block until the step's tokens are on the host. The host waits for the device nowhere else."""
         ...
 
 
 class Workers(Protocol):
     def forward(self, plan: Plan) -> Any:
-        """Start the forward pass of a step; returns at once where the device allows it."""
+        """Start the forward pass of a step, without waiting for it where the device is asynchronous."""
         ...
 
     def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Ticket:
-        """Sample from that forward. `masks`: plan index -> one bit per token id, set where the token is allowed."""
+        """Sample from a forward pass. `masks`: plan index -> one bit per token id, set where the token is allowed."""
         ...
 
     def chores(self) -> Iterator[None]:
-        """What would otherwise be done when it is first needed, the likeliest first: compile this, capture that. Each
-        `next` does one, and only while no step is in flight."""
+        """Yield after each piece of warm-up work (a kernel to compile, a CUDA graph to capture), most useful first.
+
+        The caller must advance the iterator only while no step is in flight.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class DeviceLost(QuireError):
-    """The device is in a state no retry can mend; the process must be replaced."""
+    """The device is in a state that no retry mends, so the process must be replaced."""
 
     def __init__(self, what: str):
         super().__init__(

@@ -1,7 +1,7 @@
-"""How text that a grammar forces is written in tokens: as the model's own tokenizer writes it.
+"""Tokenizes text that a grammar forces in the same way as the model's own tokenizer.
 
-`library_tokenizer` hands `CanonicalTokens` to the grammar library, which asks it whenever only one text may come next.
-The tokens of that text are then the ones the model was trained on, and not its letters.
+`library_tokenizer` passes `CanonicalTokens` to the grammar library, which calls it whenever only one continuation is
+possible. Its text then consists of the tokens the model was trained on, and not of single letters.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-Encode = Callable[[str], Sequence[int]]  # the ids of a text that stands inside another
-LONG_BYTES = 256  # of a longer text the tokens are kept: the library asks for what is left of it at every step
+Encode = Callable[[str], Sequence[int]]  # the token ids of a text inside another
+LONG_BYTES = 256  # longer texts are cached, since the library requests the rest of the text at each step
 MAX_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _EncodedText:
-    """A long text with its tokens."""
+    """A long text and its tokens."""
 
     raw: bytes
     ids: list[int]
-    starts: list[int]  # where each token begins, and where the last one ends
+    starts: list[int]  # byte offset of each token, and of the end
 
     def tail(self, raw: bytes) -> list[int] | None:
-        """The tokens of `raw` if it is what this text ends with, from the start of a token on."""
+        """Return the tokens of `raw` if this text ends with it and a token begins there, else None."""
         start = len(self.raw) - len(raw)
         if start < 0 or not self.raw.endswith(raw):
             return None
@@ -36,17 +36,19 @@ class _EncodedText:
 
 
 class CanonicalTokens:
-    """Bytes to token ids. The ids always spell exactly the bytes asked for, with no special token among them: what the
-    tokenizer writes in another way (a normalizer, half a character, the spelling of a special token) is written with
-    the longest tokens that fit. Any thread may call it."""
+    """Converts bytes to token ids that spell exactly these bytes, without special tokens.
+
+    Where the tokenizer would change the text (a normalizer, half a character, the spelling of a special token), greedy
+    longest matching is used instead. Safe to call from any thread.
+    """
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int], encode: Encode | None = None):
-        """`tokens`: the bytes of each id. Without `encode` all text is written with the longest tokens that fit."""
+        """`tokens`: the bytes of each id. Without `encode` all text is tokenized by greedy longest matching."""
         self._tokens = tokens
         self._special_ids = special_ids
         self._encode = encode
         self._lock = threading.Lock()
-        self._by_bytes: dict[bytes, int] = {}  # filled when it is first needed
+        self._by_bytes: dict[bytes, int] = {}  # built on first use
         self._longest = 0
         self._kept: deque[_EncodedText] = deque(maxlen=MAX_KEPT)
 
@@ -81,7 +83,7 @@ class CanonicalTokens:
         return self._longest_match(raw)
 
     def _longest_match(self, raw: bytes) -> list[int]:
-        """Bytes for which there is no token at all are left out: the vocabulary can't write them."""
+        """Tokenize by greedy longest matching, dropping bytes for which the vocabulary has no token."""
         if raw and not self._longest:
             self._build()
         ids: list[int] = []
@@ -108,7 +110,7 @@ class CanonicalTokens:
 
 
 def _whole_characters(raw: bytes) -> int:
-    """How many leading bytes are complete, valid UTF-8."""
+    """Return the number of leading bytes that are complete, valid UTF-8."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:

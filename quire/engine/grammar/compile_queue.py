@@ -1,7 +1,7 @@
-"""Where requests wait for their grammars: compiled in other threads, so that those who run go on meanwhile.
+"""The queue of requests whose grammars are being compiled in other threads, while the engine runs other requests.
 
-The engine hands every new request to the desk and asks it each turn who is ready. A request whose grammar is known
-already does not wait at all.
+The driver passes every new request to the queue and collects those that are ready in each turn. A request whose grammar
+is cached does not wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Waiting:
 
 
 class GrammarQueue:
-    """One thread's, the loop's; only `compile_all` is for any."""
+    """Compiles the grammars of requests. Only the loop's thread uses it, except for `compile_all`."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class GrammarQueue:
         deadline: float = DEADLINE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._make_compiler = make_compiler  # called when the first grammar comes: most runs never see one
+        self._make_compiler = make_compiler  # called for the first grammar, since most runs have none
         self._compiler: GrammarCompiler | None = None
-        self._lock = threading.Lock()  # threads that share an LLM may all come with their first grammar
+        self._lock = threading.Lock()  # guards the first use by several threads that share an LLM
         self._deadline = deadline
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
@@ -45,14 +45,18 @@ class GrammarQueue:
         return len(self._waiting)
 
     def warm(self) -> None:
-        """Build the compiler and its vocabulary now: the first grammar would hold up the loop for it. A model that can
-        have no grammars is told so when one is asked for."""
+        """Build the compiler and its vocabulary now, so that the first grammar does not delay the loop.
+
+        A model that does not support grammars raises only when a request has one.
+        """
         with suppress(QuireError):
             self._ready_compiler().warm()
 
     def take(self, request: Request) -> bool:
-        """True: the request stays here for now. False: it may go on, with its grammar if it has one. Raises if the
-        grammar is known to be unusable."""
+        """Take a new request. True if it waits here for its grammar; False if it has no grammar or a cached one.
+
+        Raises if the grammar is known to be unusable.
+        """
         if not isinstance(request.grammar, GrammarSpec):
             return False
         if request.id in self._waiting:
@@ -65,13 +69,13 @@ class GrammarQueue:
         return True
 
     def compile_all(self, requests: Iterable[Request]) -> None:
-        """Compile now and wait for it: for a caller that turns the loop itself. Raises what is wrong with a grammar."""
+        """Compile the grammars of requests and wait for them, for a caller that runs the loop. Raises on errors."""
         for request in requests:
             if isinstance(request.grammar, GrammarSpec):
                 request.grammar = self._ready_compiler().compile(request.grammar, deadline=self._deadline)
 
     def ready(self) -> list[tuple[Request, QuireError | None]]:
-        """Who need not wait any longer: with a grammar, or with the reason why there is none."""
+        """Remove and return the requests that no longer wait, each with the error if its grammar failed."""
         found: list[tuple[Request, QuireError | None]] = []
         now = self._clock()
         for place in list(self._waiting.values()):
@@ -94,12 +98,12 @@ class GrammarQueue:
         return found
 
     def drop(self, request_id: str) -> Request | None:
-        """Someone does not want to wait any longer. None: nobody of that name waits here."""
+        """Remove and return a waiting request; None if no request with this id waits."""
         place = self._waiting.pop(request_id, None)
         return None if place is None else place.request
 
     def wait(self, seconds: float) -> None:
-        """Until someone is ready, at most so long: for a loop that has nothing else to do."""
+        """Wait until a grammar is ready, for at most `seconds`."""
         wait([place.grammar for place in self._waiting.values()], seconds, FIRST_COMPLETED)
 
     def _ready_compiler(self) -> GrammarCompiler:

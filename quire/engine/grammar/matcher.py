@@ -1,8 +1,7 @@
-"""Grammars for the engine: what a request's next token may be, as one bit per token id.
+"""Grammars of requests: masks with one bit per token id that may come next.
 
-`GrammarCompiler` turns a `GrammarSpec` into a `Grammar` in threads of its own, so that no schema holds up the loop;
-the loop asks a request's `Grammar` for a mask while the forward pass runs, all of a batch in one go (`MaskFiller`).
-The library behind it is llguidance; nobody else knows it.
+`GrammarCompiler` compiles a `GrammarSpec` to a `Grammar` in its own threads, so that no schema delays the loop.
+`MaskFiller` computes the masks of a batch in one call while the forward pass runs. Both use llguidance.
 """
 
 from __future__ import annotations
@@ -32,44 +31,46 @@ from quire.types import GrammarSpec, Plan, QuireError, Request
 DEADLINE_SECONDS = 10.0
 MAX_CACHED = 256
 MAX_PENDING = 256
-ONE_BY_ONE = 4  # up to so many masks are filled without the library's threads
-SLOW_SECONDS = 0.1  # of CPU time for one mask; everyone in the batch waits for it
-MAX_SLOW = 3  # a grammar that was slow so often is too complex
-WATCHED_STEPS = 8  # after a slow step so many are filled one by one, to see whose grammar it is
+ONE_BY_ONE = 4  # maximum number of masks that are filled without the library's threads
+SLOW_SECONDS = 0.1  # CPU time of a slow mask, for which the whole batch waits
+MAX_SLOW = 3  # number of slow masks after which a grammar is refused as too complex
+WATCHED_STEPS = 8  # number of steps after a slow one that are filled one by one, to find the slow grammar
 
 
 class Grammar:
-    """Where one request stands in its grammar. Follows the request's tokens, and finds its way back when asked about
-    fewer of them, or others: a replay costs a replay, never a wrong mask."""
+    """The position of one request in its grammar.
+
+    It follows the request's tokens. If these were rolled back or differ, it replays them from the start, so that a mask
+    is never wrong.
+    """
 
     def __init__(self, initial: Any, vocabulary: GrammarVocabulary, spec: GrammarSpec):
-        """`initial`: the library's matcher at its start; None: nothing binds, it is there for its budget."""
-        self._initial = initial  # never advanced: every request and every replay starts from a copy
+        """`initial`: the library's matcher at its start; None for a grammar that only limits reasoning."""
+        self._initial = initial  # never advanced, since requests and replays start from copies
         self._vocabulary = vocabulary
         self._spec = spec
         self.mask_bytes = vocabulary.mask_bytes
         self._watch = ReasoningWatch(spec, vocabulary)
         self._num_slow = 0
-        self.error: QuireError | None = None  # it can't go on: the mask allows nothing
+        self.error: QuireError | None = None  # the reason why no token is allowed any more
         self._restart()
 
     def fork(self) -> Grammar:
-        """The same grammar at its start, for another request."""
+        """Return the same grammar at its start, for another request."""
         return Grammar(self._initial, self._vocabulary, self._spec)
 
     def mask(self, tokens: Sequence[int], start: int = 0) -> bytes:
-        """One bit per token id that may come after `tokens[start:]`, which is what was sampled so far."""
+        """Return one bit per token id, set where the token may follow the sampled tokens `tokens[start:]`."""
         matcher = self.advance(tokens, start)
         if matcher is None:
             return self.settled_mask()
         return self.checked(matcher.compute_bitmask())
 
     def advance(self, tokens: Sequence[int], start: int = 0) -> Any:
-        """Catch up with the tokens. Returns the library's matcher if it must be asked for a mask, None if the mask
-        needs no asking (`settled_mask`)."""
+        """Follow the tokens. Returns the matcher if it must compute the mask, else None: see `settled_mask`."""
         followed = self._followed
         num_known = len(followed)
-        # What a request has sampled does not change, so its last token tells enough: only a rewind differs there.
+        # Committed tokens never change, so comparing the last one is enough to notice a rollback.
         if start + num_known > len(tokens) or (num_known and tokens[start + num_known - 1] != followed[-1]):
             self._restart()
             num_known = 0
@@ -79,25 +80,25 @@ class Grammar:
 
     @property
     def is_binding(self) -> bool:
-        """False while the model reasons or is about to, and for good if nothing binds after that."""
+        """False while the model reasons or opens reasoning, and always for a grammar without constraint."""
         return self._initial is not None and not self._watch.is_inside and not self._watch.is_opening
 
     @property
     def forced(self) -> int | None:
-        """The one token that may come now: reasoning has used up its budget, or its opening marker is half written
-        where the grammar allows nothing else. None: no such constraint."""
+        """The only allowed token, if reasoning has spent its budget, or if its opening marker is written in part and
+        the grammar allows nothing else. None: no such constraint."""
         if self._initial is not None and self._watch.is_opening:
             return self._watch.next_of_opening
         return self._watch.forced
 
     @property
     def accepts_end(self) -> bool:
-        """May the output end here?"""
+        """True if the output may end here."""
         return self.is_binding and self.error is None and (self._ended or bool(self._matcher.is_accepting()))
 
     def settled_mask(self) -> bytes:
-        """The mask where the matcher has no say: all while reasoning, or the one token that is forced; the end after
-        the end; nothing after an error."""
+        """Return the mask for a position at which the matcher is not used: no token after an error, the forced token,
+        the end-of-sequence ids after the end, and else all tokens."""
         if self.error is not None:
             return bytes(self.mask_bytes)
         if self.forced is not None:
@@ -105,8 +106,10 @@ class Grammar:
         return self._vocabulary.end_mask if self._ended else self._vocabulary.full_mask
 
     def checked(self, mask: bytes) -> bytes:
-        """The mask just computed, unless the matcher gave up over it. A model that opens its reasoning itself may do
-        that instead of answering."""
+        """Return a mask that the matcher has computed, or an empty one if the matcher failed.
+
+        The token that opens reasoning is allowed as well where the model may still reason.
+        """
         if self._matcher.is_error():
             self.error = explain(self._matcher.get_error(), "grammar_failed")
             return self.settled_mask()
@@ -114,7 +117,7 @@ class Grammar:
         return mask[: self.mask_bytes] if opening is None else with_token(mask[: self.mask_bytes], opening)
 
     def charge(self, seconds: float) -> None:
-        """What its last mask cost. One that holds up the whole batch again and again must go."""
+        """Record the time of a mask. The grammar fails after `MAX_SLOW` slow ones, since they delay the whole batch."""
         self._num_slow += seconds > SLOW_SECONDS
         if self._num_slow >= MAX_SLOW and self.error is None:
             what = f"The grammar is too complex: {seconds:.2f} s to find out what may come next."
@@ -132,7 +135,7 @@ class Grammar:
         watch = self._watch
         may_answer = watch.is_before and not watch.is_opening and self._initial is not None
         if may_answer and self._matcher.validate_tokens([token]) == 1:
-            watch.skip()  # what the grammar allows is its own, also where it looks like the marker's beginning
+            watch.skip()  # the grammar takes precedence where its text looks like the marker's beginning
         if watch.is_inside or watch.is_before:
             watch.follow(token)
         elif self._matcher is not None and self.error is None and not self._ended:
@@ -143,7 +146,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Specs to grammars, within limits: size, time, how many wait, how many are kept. Any thread may call it."""
+    """Compiles specs to grammars, with limits on size, time, pending specs and cache. Safe to call from any thread."""
 
     def __init__(
         self,
@@ -158,33 +161,35 @@ class GrammarCompiler:
         max_cached: int = MAX_CACHED,
         max_pending: int = MAX_PENDING,
     ):
-        """`tokenizer_bytes`: the bytes of each id; `vocab_size`: how many logits the model has, if more; `encode`: the
-        model's own tokens of a text inside another, for text that is forced."""
+        """`tokenizer_bytes`: the bytes of each id. `vocab_size`: the number of logits of the model, if larger.
+        `encode`: the model's own tokenizer for a text inside another, used for forced text."""
         self._vocabulary = GrammarVocabulary(tokenizer_bytes, eos_ids, special_ids, vocab_size, encode)
         self._max_chars = max_chars
         self._max_cached = max_cached
         self._max_pending = max_pending
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-grammar")
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str, bool, bool], Future[Any]] = OrderedDict()  # the last used at the end
+        self._known: OrderedDict[tuple[str, str, bool, bool], Future[Any]] = OrderedDict()  # least recently used first
         self._num_pending = 0
 
     def warm(self) -> None:
-        """Build the library's vocabulary now, not with the first grammar."""
+        """Start to build the library's vocabulary, which the first grammar would wait for."""
         self._pool.submit(lambda: self._vocabulary.library)
 
     def compile(self, spec: GrammarSpec, *, deadline: float = DEADLINE_SECONDS) -> Grammar:
-        """Wait for a grammar at most `deadline` seconds. Raises `invalid_schema` or `grammar_too_complex`."""
+        """Compile a spec, waiting at most `deadline` seconds. Raises `invalid_schema` or `grammar_too_complex`."""
         try:
             return self.submit(spec, deadline=deadline).result(deadline)
         except FutureTimeout:
             raise too_slow(deadline) from None
 
     def submit(self, spec: GrammarSpec, *, deadline: float = DEADLINE_SECONDS) -> Future[Grammar]:
-        """The same without waiting. One that waits in line longer than `deadline` is refused when its turn comes; one
-        under way ends within the library's own limits."""
+        """Compile a spec without waiting.
+
+        A spec that is queued for longer than `deadline` is refused; a compilation ends within the library's limits.
+        """
         done: Future[Grammar] = Future()
-        done.set_running_or_notify_cancel()  # others may wait for the same grammar: it is not for one to cancel
+        done.set_running_or_notify_cancel()  # not cancellable, since other requests may wait for the same grammar
 
         def deliver(found: Future[Any]) -> None:
             error = QuireError("engine_closed", "The engine was closed.") if found.cancelled() else found.exception()
@@ -206,7 +211,7 @@ class GrammarCompiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, spec: GrammarSpec, leads: bool, deadline: float) -> Future[Any]:
-        """The initial matcher of a spec, from the cache or on its way."""
+        """Return the future of a spec's initial matcher, from the cache or newly submitted."""
         check_size(spec, self._max_chars)
         key = (spec.kind, spec.value, leads, spec.strict)
         with self._lock:
@@ -241,7 +246,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary.library, library_grammar(spec, leads), log_level=0, limits=limits)
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
-        probe = matcher.deep_copy()  # shares what it works out with all later copies
+        probe = matcher.deep_copy()  # shares its computed state with all later copies
         allows_something = any(probe.compute_bitmask())
         if probe.is_error() or not allows_something:
             raise _refusal(spec, probe.get_error() or "it allows no text at all")
@@ -249,12 +254,12 @@ class GrammarCompiler:
 
 
 class MaskFiller:
-    """Fills the masks of a step: the engine's `fill_masks`. Who has no grammar, or still reasons, gets none."""
+    """Fills the masks of a step. Rows without a grammar or still in reasoning get no mask."""
 
     def __init__(self, num_threads: int | None = None):
         self._num_threads = num_threads
         self._executor: Any = None
-        self._num_watched = 0  # steps that are still filled one by one
+        self._num_watched = 0  # number of steps that are still filled one by one
 
     def __call__(self, plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]:
         masks: dict[int, bytes] = {}
@@ -284,7 +289,7 @@ class MaskFiller:
         return masks
 
     def _fill_together(self, asked: list[tuple[int, Grammar, Any]], masks: dict[int, bytes]) -> None:
-        """All in one call, in the library's threads, without Python's lock."""
+        """Compute all masks in one call, in the library's threads and without Python's global lock."""
         if self._executor is None:
             from llguidance import LLExecutor
 

@@ -1,4 +1,4 @@
-"""Specs in the grammar library's own words, and its complaints in ours. `GrammarCompiler` calls it in its threads."""
+"""Translates specs to the grammar library's source text, and the library's errors to `QuireError`s."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.types import GrammarSpec, QuireError
 
 MAX_CHARS = 262_144
 MAX_CHOICES = 10_000
-# White space between JSON's parts is bounded: a small model would else write it until its tokens run out.
+# White space in JSON is bounded, since small models would otherwise write it until max_tokens.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,24}"}
-LEADING_SPACE = r"/[ \n\t]{0,4}/"  # what models write between their reasoning and the answer
-_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")  # of a complaint about a grammar's text
-_EXCERPT = re.compile(r" \d+ \| .*$")  # a line of that text, and a mark below it
+LEADING_SPACE = r"/[ \n\t]{0,4}/"  # white space that models write between reasoning and answer
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")  # a position in a grammar's text, in the library's errors
+_EXCERPT = re.compile(r" \d+ \| .*$")  # an excerpt of that text
 _REGEX = re.compile(r"^line \d+, column \d+: invalid regex .* \(in regex\): (?:regex parse error: )?")
 _TOO_MUCH = ("too big", "too large", "too complex", "too many", "limit", "fuel", "recursion", "max is")
 
@@ -27,7 +27,7 @@ def check_size(spec: GrammarSpec, max_chars: int) -> None:
 
 
 def library_grammar(spec: GrammarSpec, leads: bool) -> str:
-    """The grammar's text for the library. `leads`: reasoning stood before, so white space may lead."""
+    """Return the library's source text of a spec. `leads`: reasoning precedes, so white space may lead."""
     from llguidance import LLMatcher, grammar_from
 
     if spec.kind == "json_object":
@@ -81,7 +81,7 @@ def _choice_grammar(text: str) -> str:
 
 
 def explain_regex(complaint: str) -> QuireError:
-    """The library speaks of a grammar around the pattern, which the client has not written."""
+    """Explain an error in a regular expression without the grammar that Quire wraps around it."""
     error = explain(complaint, "invalid_schema")
     if error.code != "invalid_schema":
         return error
@@ -90,8 +90,10 @@ def explain_regex(complaint: str) -> QuireError:
 
 
 def explain_schema(complaint: str) -> QuireError:
-    """What the library says of a schema in which every keyword is known by itself. Its own words would not help: they
-    are about the grammar it made of the schema."""
+    """Explain an error in a schema whose keywords are all supported.
+
+    The library's own text describes the grammar that it made of the schema, which the client does not know.
+    """
     lowered = complaint.lower()
     if "unsatisfiable" in lowered or "no text" in lowered:
         return QuireError("invalid_schema", "The JSON schema allows no value at all.", "Correct it.")
@@ -105,7 +107,7 @@ def explain_schema(complaint: str) -> QuireError:
 
 
 def explain(complaint: str, code: str) -> QuireError:
-    """The library's complaint as an error for people: which kind it is, in one line."""
+    """Convert an error of the library to a QuireError of one line. `code` is used unless a limit was exceeded."""
     line = " ".join(complaint.replace("<non-verbose/>", "").split())
     line = _EXCERPT.sub("", _PLACE.sub(r"line \1, column \2: ", line))[:300].rstrip(".")
     if line.startswith("NoExtension"):

@@ -1,4 +1,4 @@
-"""A model's vocabulary as grammars need it: for the library, and as the masks that need no library."""
+"""A model's vocabulary for grammars: the library's tokenizer, and masks that need no matcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.types import QuireError
 
 
 class GrammarVocabulary:
-    """Shared by all grammars of a model. The library's part is built on first use, by one thread."""
+    """The vocabulary that all grammars of a model share. The library's tokenizer is built once, on first use."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class GrammarVocabulary:
 
 
 class _Wrapped:
-    """The attributes the library reads off a tokenizer. It calls it for the tokens of text that is forced."""
+    """The tokenizer interface that the library expects. The library calls it for the tokens of forced text."""
 
     is_tokenizer_wrapper = True
 
@@ -70,8 +70,8 @@ class _Wrapped:
 def library_tokenizer(
     tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int] = (), encode: Encode | None = None
 ) -> Any:
-    """`tokens`: the bytes of each id, one entry for each of the model's logits; ids without text are empty. `encode`:
-    see `CanonicalTokens`."""
+    """Build the library's tokenizer. `tokens`: the bytes of each id, one entry per logit, empty for ids without text.
+    `encode`: see `CanonicalTokens`."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(_Wrapped(tokens, eos_ids, special_ids, encode), eos_token=list(eos_ids))  # type: ignore[arg-type]
@@ -89,6 +89,6 @@ def one_token_mask(token_id: int, num_bytes: int) -> bytes:
 
 
 def with_token(mask: bytes, token_id: int) -> bytes:
-    """The same mask, and one more token."""
+    """Return the mask with one more token allowed."""
     place = token_id >> 3
     return mask[:place] + bytes([mask[place] | 1 << (token_id & 7)]) + mask[place + 1 :]

@@ -1,8 +1,8 @@
-"""The one loop around an engine: take in messages, turn, send the news. A mailbox says where both come from and go to.
+"""The loop around an engine: receive messages from a mailbox, turn the engine, send deltas to the mailbox.
 
-`EngineThread` drives it with a queue inside one process, `process` with a socket. What goes wrong with one request ends
-that one. If the engine itself breaks, the mailbox is told who was open: one tells them, the other leaves them to the
-next engine.
+`EngineThread` uses a mailbox of queues, the engine process one of sockets. An error of one request ends that request.
+If the engine itself breaks, the mailbox gets the open requests: that of a thread ends them, that of a process leaves
+them to the next engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.engine.host.wire import MAX_TEXT, IntegrityCheck, IntegrityReport
 from quire.engine.loop import Engine, StepFault
 from quire.types import Delta, FinishReason, QuireError, Request, Usage, is_out_of_memory
 
-GRAMMAR_WAIT_SECONDS = 0.02  # messages wait at most so long while nothing but a grammar is being worked on
+GRAMMAR_WAIT_SECONDS = 0.02  # maximum wait for a grammar, during which messages are not received
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Cancel:
 
 
 class Stop:
-    """Stop after the turn under way; what is open then ends as cancelled."""
+    """A request to stop after the current turn; open requests end as cancelled."""
 
 
 Message = Request | Cancel | Stop | IntegrityCheck
@@ -35,31 +35,31 @@ Report = StepFault | IntegrityReport
 
 class Mailbox(Protocol):
     def receive(self, block: bool) -> Sequence[Message]:
-        """What has arrived. Only with `block` it may wait, and even then it may come back with nothing."""
+        """Return the messages that have arrived. Waits for one only with `block`, and may return none even then."""
         ...
 
     def send(self, deltas: list[Delta]) -> None: ...
 
     def report(self, report: Report) -> None:
-        """For operators: nobody's request depends on it."""
+        """Send a report for operators."""
         ...
 
     def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
-        """The engine broke while these were open."""
+        """Handle the requests that were open when the engine broke."""
         ...
 
 
 class EngineDriver:
     def __init__(self, engine: Engine, mailbox: Mailbox, grammars: GrammarQueue | None = None):
-        """`grammars`: where requests wait for their grammars; without one the engine takes requests without grammar."""
+        """Without `grammars`, the queue that compiles grammars, requests with a grammar are refused."""
         self._engine = engine
         self._mailbox = mailbox
         self._grammars = grammars
         self._open: set[str] = set()
-        self.failure: QuireError | None = None  # why it stopped, once it has
+        self.failure: QuireError | None = None  # the reason for the end of `run`, once it has ended
 
     def run(self) -> None:
-        """Until a Stop comes or the engine breaks; afterwards `failure` says why."""
+        """Run until a Stop arrives or the engine breaks; `failure` then holds the reason."""
         try:
             while self._accept():
                 self._admit_compiled()
@@ -70,7 +70,7 @@ class EngineDriver:
                 elif self._grammars is not None and len(self._grammars):
                     self._grammars.wait(GRAMMAR_WAIT_SECONDS)
                 else:
-                    self._engine.do_chore()  # a moment with nobody to wait for it
+                    self._engine.do_chore()  # warm-up work, while no request waits
             self._cancel_all()
         except BaseException as error:
             self.failure = _failure(error)
@@ -82,12 +82,12 @@ class EngineDriver:
             self.failure = self.failure or QuireError("engine_closed", "The engine was closed.")
             self._engine.close()
             with suppress(QuireError):
-                for message in self._mailbox.receive(block=False):  # who came at the last moment must not wait for ever
+                for message in self._mailbox.receive(block=False):  # requests that arrived last must not wait for ever
                     if isinstance(message, Request):
                         self._mailbox.abandon([message.id], self.failure)
 
     def _accept(self) -> bool:
-        """Take in what has arrived, waiting only if there is nothing to do, not even ahead; False: time to stop."""
+        """Handle the messages that have arrived, waiting only if there is no work left. False: stop."""
         has_something = self._engine.has_work or self._num_compiling or self._engine.has_chores
         for message in self._mailbox.receive(block=not has_something):
             if isinstance(message, Stop):
@@ -102,7 +102,7 @@ class EngineDriver:
 
     @property
     def _num_compiling(self) -> int:
-        """Requests that wait for their grammars."""
+        """Number of requests that wait for their grammars."""
         return 0 if self._grammars is None else len(self._grammars)
 
     def _take(self, request: Request) -> None:
@@ -114,12 +114,12 @@ class EngineDriver:
                 self._engine.add(request)
         except QuireError as error:
             self._refuse(request, error)
-        except Exception as error:  # ours, but only this request's: nothing of it is in the engine yet
+        except Exception as error:  # our own error, but the engine holds nothing of the request yet
             what = f"The request could not be prepared ({type(error).__name__}: {error})."
             self._refuse(request, QuireError("prepare_failed", what, "Other requests were not affected."))
 
     def _admit_compiled(self) -> None:
-        """Whoever waited for a grammar and has it now, or learns why there is none."""
+        """Queue the requests whose grammars are compiled, and refuse those whose grammars failed."""
         for request, error in self._grammars.ready() if self._grammars is not None else ():
             try:
                 if error is not None:
@@ -161,13 +161,13 @@ def _failure(error: BaseException) -> QuireError:
 
 
 def failure_deltas(open_ids: Sequence[str], failure: QuireError) -> list[Delta]:
-    """The last news of requests whose engine broke and who have no other."""
+    """Return deltas that end these requests with the engine's failure."""
     what, code = str(failure), failure.code
     return [Delta(name, finish_reason=FinishReason.ERROR, error=what, error_code=code) for name in open_ids]
 
 
 def check_engine(engine: Engine, number: int = 0) -> IntegrityReport:
-    """Prove that every row, page and lease is accounted for; between turns only."""
+    """Check that every row, page and lease is accounted for. Only between turns."""
     scheduler = engine.scheduler
     problem = None
     try:

@@ -1,7 +1,7 @@
-"""The flight recorder: which requests are in the steps under way, in a file that outlives the process.
+"""The flight record: the requests in the steps in flight, in a file that survives the engine process.
 
-The engine process writes it around every step, through the `Workers` seam; after a death the supervisor reads who was
-aboard. It is mapped memory, so writing costs microseconds and what was written survives even SIGKILL.
+The engine process writes it around each step by wrapping its workers; after an abnormal exit the supervisor reads it.
+The file is mapped memory, so writing takes microseconds and its content survives SIGKILL.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class FlightRecorder:
             self._map = mmap.mmap(file.fileno(), size)
 
     def write(self, ids: Sequence[str]) -> None:
-        """These are in the steps under way; none: nothing is."""
-        self._map[: _HEAD.size] = _HEAD.pack(0)  # torn in the middle it names nobody rather than the wrong ones
+        """Record the ids of the requests in the steps in flight."""
+        self._map[: _HEAD.size] = _HEAD.pack(0)  # a write that is cut off names no request rather than a wrong one
         if ids:
             names = [name.encode("utf-8", "replace")[:ID_BYTES].ljust(ID_BYTES, b"\0") for name in ids[: self._max_ids]]
             body = b"".join(names)
@@ -44,12 +44,12 @@ class FlightRecorder:
 
 
 def flight_path(address: str) -> Path:
-    """Where the engine behind a socket writes its record."""
+    """Return the path of the record of the engine behind a socket."""
     return Path(address.removeprefix("ipc://") + ".flight")
 
 
 def read_flight_record(path: Path) -> set[str]:
-    """Who was aboard when the writer ended; nobody if there is no readable record."""
+    """Return the ids of the requests in flight when the writer ended; empty without a readable record."""
     try:
         content = path.read_bytes()
         (count,) = _HEAD.unpack_from(content)
@@ -61,7 +61,7 @@ def read_flight_record(path: Path) -> set[str]:
 
 
 class RecordedWorkers:
-    """Workers whose steps are noted before they start and struck out when their tokens are there."""
+    """Workers that record each step before it starts and erase it when its tokens are on the host."""
 
     def __init__(self, inner: Workers, recorder: FlightRecorder):
         self._inner = inner
@@ -85,7 +85,7 @@ class RecordedWorkers:
             raise
 
     def committed(self, plan: Plan) -> None:
-        """Steps run in order: what was planned before it has committed too, or was given up between two calls."""
+        """Erase a step and all earlier ones, since steps run in order."""
         self._in_flight.take_committed(plan.step)
         self._write()
 
@@ -100,7 +100,7 @@ class RecordedWorkers:
         self._recorder.write([row.request_id for plan in self._in_flight for row in plan.rows])
 
     def clear(self) -> None:
-        """A step failed in a way the engine survives: it drops every step in flight and starts afresh."""
+        """Erase all steps, since the engine drops every step in flight after one has failed."""
         self._in_flight.clear()
         self._write()
 

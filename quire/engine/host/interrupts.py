@@ -1,8 +1,7 @@
-"""Ctrl-C held back while the engine's books are open, for a program that turns the loop in its main thread.
+"""Defers Ctrl-C during a turn of the engine, for a program that runs the loop in its main thread.
 
 Python raises KeyboardInterrupt between any two bytecodes of the main thread, also in the middle of a commit. `LLM`
-holds the signal back for the length of a turn and lets it act between two turns, where every request and page is
-accounted for.
+defers the signal for the length of a turn and delivers it between turns, where every request and page is accounted for.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-MAX_HELD = 2  # the third SIGINT acts at once: a turn that does not end must still be left somehow
+MAX_HELD = 2  # the third SIGINT is delivered at once, so that a turn that hangs can be left
 
 
 class HeldInterrupts:
-    """A block in which SIGINT waits. In other threads, and where SIGINT has no handler of Python's, it does nothing."""
+    """A context in which SIGINT is deferred. No effect in other threads or without a Python handler of SIGINT."""
 
     def __init__(self) -> None:
         self._previous: Callable[[int, FrameType | None], Any] | None = None
@@ -37,8 +36,7 @@ class HeldInterrupts:
             self.release()
 
     def release(self) -> None:
-        """Let a signal act that came meanwhile. The handler of before decides what it does; mostly it raises
-        KeyboardInterrupt."""
+        """Deliver a deferred signal to the previous handler, which usually raises KeyboardInterrupt."""
         if self._num_held and self._previous is not None:
             self._num_held = 0
             self._previous(signal.SIGINT, None)

@@ -1,7 +1,7 @@
-"""The engine process: connects to the socket it is told, builds the engine, and drives it with messages from there.
+"""The engine process: connects to its socket, builds the engine, and drives it with messages from the socket.
 
-`quire serve` starts it through an entry that hands in the function that builds the engine, since this room knows no
-torch. It lives exactly as long as its parent: the parent holds the other end of its stdin.
+`quire serve` starts it through an entry point that passes in the function that builds the engine, since this package
+does not import torch. The process exits with its parent, which holds the other end of its stdin.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from quire.engine.loop import Engine, StepFault
 from quire.engine.trace import FileTracer
 from quire.types import Delta, QuireError
 
-BEAT_SECONDS = 0.25  # at most this often while steps run
-IDLE_SECONDS = 1.0  # and at least this often while nothing does; stall_timeout and hang_timeout must allow for it
+BEAT_SECONDS = 0.25  # minimum interval of beats while steps run
+IDLE_SECONDS = 1.0  # maximum interval while idle; stall_timeout and hang_timeout must be longer
 START_SECONDS = 60.0
-CHECK_AFTER_SECONDS = 5.0  # of idleness, once: is everything accounted for?
-SEND_SECONDS = 60.0  # the HTTP process reads all the time; one that does not for this long is lost
+CHECK_AFTER_SECONDS = 5.0  # idle time before the integrity check that follows each period of work
+SEND_SECONDS = 60.0  # an HTTP process that reads nothing for this long counts as lost
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What the entry of an engine process makes of a config."""
+    """An engine built from a config, with the message that announces it."""
 
     engine: Engine
     ready: wire.EngineReady
@@ -46,7 +46,7 @@ Build = Callable[[Config], Built]
 
 
 class Socket(Protocol):
-    """What is used of a zmq socket; a test or the chaos gate may put its own around the real one."""
+    """The part of a zmq socket that is used; tests and the chaos gate wrap the real one."""
 
     def send(self, frame: bytes) -> Any: ...
     def recv(self, flags: int = 0) -> bytes: ...
@@ -54,7 +54,7 @@ class Socket(Protocol):
 
 
 def run_engine_process(address: str, build: Build, wrap_socket: Callable[[Any], Socket] = lambda socket: socket) -> int:
-    """The whole life of the engine process; returns its exit code."""
+    """Run the engine process from start to end. Returns its exit code."""
     _exit_with_parent()
     context = zmq.Context()
     raw = context.socket(zmq.PAIR)
@@ -111,7 +111,7 @@ def ready_message(
 
 
 class Channel:
-    """Messages over the socket: numbered and checked frames in both directions."""
+    """Messages over a socket, as numbered frames with checksums in both directions."""
 
     def __init__(self, socket: Socket):
         self._socket = socket
@@ -124,7 +124,7 @@ class Channel:
         return bool(self._socket.poll(int(seconds * 1000)))
 
     def receive(self) -> wire.ToEngine | None:
-        """The next message if there is one. Raises when a frame is damaged or missing: this life is over then."""
+        """Return the next message, or None. Raises if a frame is damaged or missing, which ends the process."""
         while True:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -138,7 +138,7 @@ class Channel:
 
 
 class SocketMailbox:
-    """Messages of the HTTP process as the driver wants them, and a beat between steps."""
+    """The mailbox of the engine process: translates messages of the socket, and sends beats between steps."""
 
     def __init__(self, socket: Channel, engine: Engine, clock: Callable[[], float] = time.monotonic):
         self._socket = socket
@@ -157,13 +157,13 @@ class SocketMailbox:
         messages: list[Message] = []
         while (message := self._socket.receive()) is not None:
             messages += self._open(message)
-        if block and messages:  # all they ask for may be done before the next call, which then has to wait again
+        if block and messages:  # the work they cause may be done before the next call, which then blocks again
             now = self._clock()
             self._busy_since, self._check_at = now, now + CHECK_AFTER_SECONDS
         return messages
 
     def _check_when_idle(self, idle: bool) -> None:
-        """Once after every stretch of work; books that do not balance end this life before they give wrong answers."""
+        """Check the engine once after each period of work. An inconsistency ends the process before it does harm."""
         if not idle:
             self._check_at = self._clock() + CHECK_AFTER_SECONDS
         elif self._check_at is not None and self._clock() > self._check_at:
@@ -196,10 +196,10 @@ class SocketMailbox:
             self._socket.send(report)
 
     def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
-        """Nothing to tell: the other process sees us end, and goes on with them in the next engine."""
+        """Does nothing: the HTTP process notices the exit and resumes the requests in the next engine."""
 
     def _beat(self, idle: bool) -> None:
-        """`idle`: the loop is about to wait. Going idle is news, so it is told at once."""
+        """Send a beat if one is due, or if the loop has just become idle. `idle`: the loop is about to wait."""
         now = self._clock()
         if self._busy_since is not None:
             self._busy_seconds += now - self._busy_since
@@ -245,7 +245,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
 
 
 def _receive_config(socket: Channel) -> tuple[Config, int]:
-    """What to run, and which life of the server's engine this is."""
+    """Receive the config, and the number of this engine among those of the server."""
     socket.wait(START_SECONDS)
     message = socket.receive()
     if message is None:
@@ -258,12 +258,12 @@ def _receive_config(socket: Channel) -> tuple[Config, int]:
 def _send_failed(socket: Channel, error: QuireError) -> None:
     try:
         socket.send(wire.Failed(error.code, error.what[: wire.MAX_TEXT], error.hint, error.param))
-    except zmq.ZMQError:  # nobody listens any more; the exit code still tells
+    except zmq.ZMQError:  # the HTTP process is gone; the exit code still reports the failure
         print(f"quire engine: {error}", file=sys.stderr)
 
 
 def _exit_with_parent() -> None:
-    """The end of stdin is the end of the parent, however it ended; an engine without one is of no use."""
+    """Exit when stdin ends, which it does when the parent has exited for any reason."""
 
     def watch() -> None:
         while os.read(0, 4096):

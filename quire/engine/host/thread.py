@@ -1,7 +1,7 @@
-"""The engine in a thread of its own: messages in through a queue, deltas out through a callback.
+"""The engine in its own thread: messages arrive through a queue, deltas leave through a callback.
 
-Any thread may submit or cancel; the loop sleeps while it has nothing to do and is woken by the next message. What is
-done with the messages is the driver's business.
+Any thread may submit or cancel. The loop sleeps while it has no work, until the next message. `EngineDriver` handles
+the messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EngineThread:
         self._inbox.put(Cancel(request_id))
 
     def close(self) -> None:
-        """Stop after the turn under way; what is open then ends as cancelled."""
+        """Stop the loop after the current turn; open requests end as cancelled."""
         self._inbox.put(Stop())
         self._thread.join()
 
@@ -51,7 +51,7 @@ class _QueueMailbox:
         return messages
 
     def report(self, report: Report) -> None:
-        """The trace has it already; there is no operator here."""
+        """Does nothing: the trace records faults, and a thread has no operator."""
 
     def abandon(self, open_ids: Sequence[str], failure: QuireError) -> None:
         self.send(failure_deltas(open_ids, failure))

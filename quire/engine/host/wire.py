@@ -1,8 +1,8 @@
-"""What the HTTP process and the engine process say to each other: typed, bounded, versioned messages, never pickle.
+"""The wire format between the HTTP process and the engine process: typed, bounded and versioned messages.
 
-A frame is a mark, the version of this file, a running number, a checksum and one msgpack message. `process` and `link`
-are the only callers. Both ends check all of that and the length of every list: a wrong peer is a clear error, a frame
-that was lost, doubled or damaged is noticed, and no message can make the other side allocate without bound.
+A frame is a mark, the version, a running number, a checksum and one msgpack message. Both sides check all of these and
+the length of every list, so that a wrong peer is a clear error, a lost, repeated or damaged frame is noticed, and no
+message makes the other side allocate without bound.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """The first message: every setting that is not at its default. A secret travels here, never on a command line."""
+    """The first message: every setting that differs from its default. Secrets are passed here, not in arguments."""
 
     settings: dict[str, Any]
-    engine_number: int = 1  # how many engines of this server there are with this one
+    engine_number: int = 1  # number of engines that this server has started, this one included
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """The samples of one prompt; the prompt is sent once. Times are on the machine's monotonic clock, which all
-    processes share. One that goes on from an engine that died brings the tokens it has sampled already."""
+    """The samples of one prompt, which is sent once.
+
+    Times are on the machine's monotonic clock, which all processes share. A resumed request includes the tokens that it
+    has sampled already.
+    """
 
     ids: Annotated[list[RequestId], Meta(min_length=1, max_length=MAX_SAMPLES)]
     tokens: TokenIds
@@ -57,10 +60,10 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     salt: Annotated[bytes, Meta(max_length=256)]
     adapter: Annotated[str, Meta(max_length=4096)] | None
     grammar: GrammarSpec | None
-    num_sampled: int = 0  # of `tokens`, those at the end that are not the prompt's
-    prompt_scored: int = 0  # prompt logprobs that were delivered
-    resumed: bool = False  # it was taken before, and is not refused now
-    suspect: bool = False  # it was in the step that died
+    num_sampled: int = 0  # number of sampled tokens at the end of `tokens`
+    prompt_scored: int = 0  # number of prompt logprobs that were delivered
+    resumed: bool = False  # an earlier engine admitted it, so it is not refused
+    suspect: bool = False  # it was in a step that killed an engine
 
 
 class CancelMany(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -72,7 +75,7 @@ class StopEngine(msgspec.Struct, tag="stop", array_like=True, frozen=True):
 
 
 class IntegrityCheck(msgspec.Struct, tag="check", array_like=True, frozen=True):
-    """Look whether every page, row and lease is accounted for; `IntegrityReport` with the same number answers."""
+    """A request to check that every page, row and lease is accounted for, answered by an `IntegrityReport`."""
 
     number: int
 
@@ -84,7 +87,7 @@ ToEngine = Start | Submit | CancelMany | StopEngine | IntegrityCheck
 
 
 class EngineReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
-    """The engine is up: what the other side must know to validate requests and to describe the model."""
+    """The engine is ready; includes what the HTTP process needs to validate requests and describe the model."""
 
     vocab_size: int
     max_len: int
@@ -94,11 +97,11 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     dtype: str
     memory: dict[str, Any]
     limits: dict[str, Any]
-    lower: dict[str, Any] = {}  # settings of an engine that keeps the same in fewer bytes; none: there is no such
+    lower: dict[str, Any] = {}  # settings of an engine that needs less memory; empty if there are none
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """The engine could not start, or broke. The error as a person should read it."""
+    """The engine failed to start, or broke. Carries the error for users."""
 
     code: Text
     what: Text
@@ -116,12 +119,12 @@ class Deltas(msgspec.Struct, tag="deltas", array_like=True, frozen=True):
 class GroupUsage(msgspec.Struct, array_like=True, frozen=True):
     name: str
     num_units: int
-    num_available: int  # free, or held by the prefix tree alone
-    num_cached: int = 0  # of these, held by the tree
+    num_available: int  # free, or evictable from the prefix tree
+    num_cached: int = 0  # of `num_available`, those in the prefix tree
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
-    """A sign of life from the loop itself, with its counters. Sent between steps, so a stuck step shows as silence."""
+    """The loop's counters, sent regularly between steps. Beats stop when a step hangs."""
 
     steps: int = 0
     computed_tokens: int = 0
@@ -134,20 +137,20 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     lookup_tokens: int = 0
     hit_tokens: int = 0
     evicted_units: int = 0
-    busy_seconds: float = 0.0  # in turns of the loop since the start
+    busy_seconds: float = 0.0  # time in turns of the loop since the start
     groups: list[GroupUsage] = []
     rows: int = 0
     prompt_rows: int = 0
     prompt_tokens: int = 0
     recent: Annotated[list[StepShape], Meta(max_length=KEPT_STEPS)] = []  # the last steps, oldest first
-    suspects: int = 0  # groups that must run by themselves until it is clear who made a step fail
+    suspects: int = 0  # groups of requests that run alone after a failed step
     state: str = "idle"
     transitions: dict[str, int] = {}
-    at: float = 0.0  # when it was said, on the machine's monotonic clock: a busy reader takes several at once
+    at: float = 0.0  # time of sending on the machine's monotonic clock, since a busy reader receives several at once
 
 
 class Fault(msgspec.Struct, tag="fault", array_like=True, frozen=True):
-    """Something went wrong inside and was dealt with there; operators want to know."""
+    """A fault that the engine has handled, reported to operators."""
 
     kind: Text
     what: Text
@@ -158,7 +161,7 @@ class IntegrityReport(msgspec.Struct, tag="checked", array_like=True, frozen=Tru
     number: int
     problem: Text | None
     num_requests: int
-    num_leaked: int  # units held by nobody's request and not by the prefix tree either
+    num_leaked: int  # units that neither a request nor the prefix tree holds
 
 
 FromEngine = EngineReady | Failed | Deltas | Beat | Fault | IntegrityReport
@@ -177,7 +180,7 @@ MAX_NUMBER = 1 << 32
 def encode(message: ToEngine | FromEngine) -> bytes:
     try:
         payload = _encoder.encode(message)
-    except UnicodeEncodeError:  # in a stop string or a pattern; the prompt itself is tokens by now
+    except UnicodeEncodeError:  # in a stop string or a pattern, since the prompt is token ids here
         raise QuireError("invalid_text", "A text holds half a surrogate pair.", "Send valid Unicode.") from None
     if len(payload) > MAX_FRAME - _HEAD.size:
         what = f"A message of {len(payload)} bytes is larger than the {MAX_FRAME} the engine takes."
@@ -201,7 +204,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:
 
 
 class FrameWriter:
-    """Numbers the frames of one direction."""
+    """Writes the frames of one direction, with running numbers."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -213,14 +216,16 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Takes the frames of one direction, in order and each once."""
+    """Reads the frames of one direction, in order and each once."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def open(self, frame: bytes) -> bytes | None:
-        """The message inside; None: not meant for us, or a second time. Raises once nothing more can be trusted: a
-        frame is damaged or missing, or the other side is another version."""
+        """Return the message in a frame; None for a foreign or repeated frame.
+
+        Raises if a frame is damaged or missing, or if the other process has another version.
+        """
         if len(frame) < _HEAD.size or frame[:2] != MARK or len(frame) > MAX_FRAME:
             return None
         _, version, number, checksum = _HEAD.unpack_from(frame)
@@ -233,7 +238,7 @@ class FrameReader:
         expected = (self._last + 1) % MAX_NUMBER
         if number != expected:
             if (expected - number) % MAX_NUMBER < MAX_NUMBER // 2:
-                return None  # it came before
+                return None  # a repeated frame
             what = f"Message {expected} between the processes is missing; {number} came instead."
             raise QuireError("frames_lost", what)
         self._last = number
@@ -241,11 +246,11 @@ class FrameReader:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Between the shared types and messages
+# Conversion between the shared types and messages
 
 
 def submit_message(requests: Sequence[Request]) -> Submit:
-    """Requests that differ in nothing but id and sample index."""
+    """Return the message for requests that differ in id and sample index only."""
     first = requests[0]
     grammar = first.grammar
     assert grammar is None or isinstance(grammar, GrammarSpec), "a grammar crosses the wire before it is compiled"

@@ -37,123 +37,151 @@ def knob(
 class ModelConfig:
     """The model and how it is loaded."""
 
-    model: str = knob("smollm2", "built-in name, hub id, model folder or GGUF file")
+    model: str = knob("smollm2", "built-in model, hub id, model folder or GGUF file")
     revision: str | None = knob(None, "hub revision (branch, tag or commit)")
     hub_token: str | None = knob(None, "hub access token (also read from HF_TOKEN)", secret=True)
-    offline: bool = knob(False, "never touch the network; use what is already on disk")
-    dtype: str = knob("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    offline: bool = knob(False, "use only files on disk, without network access")
+    dtype: str = knob(
+        "auto", "data type of weights and activations", choices=("auto", "float32", "bfloat16", "float16")
+    )
     quant: str = knob(
         "none",
         "quantize the weights while loading (fp8: CUDA; q8_0, q4_0: CPU)",
         choices=("none", "fp8", "q8_0", "q4_0"),
     )
-    max_model_len: int | None = knob(None, "longest sequence, prompt and output together", low=1)
-    chat_template: str | None = knob(None, "chat template: a file, or the Jinja text itself")
-    special_in_content: bool = knob(False, "control tokens spelled in a message become real ones instead of text")
-    pooling: str | None = knob(
-        None, "how embeddings are pooled, in place of the model's own files", choices=("mean", "last")
+    max_model_len: int | None = knob(None, "maximum tokens of a sequence, prompt and output together", low=1)
+    chat_template: str | None = knob(None, "chat template, as a file or as Jinja text")
+    special_in_content: bool = knob(
+        False, "encode the spelling of control tokens in messages as control tokens, not as text"
     )
-    random_weights: bool = knob(False, "made-up weights from config.json alone, for speed measurements")
+    pooling: str | None = knob(
+        None, "pooling of embeddings, overriding the rule in the model's files", choices=("mean", "last")
+    )
+    random_weights: bool = knob(False, "random weights from config.json alone, for speed measurements")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache."""
 
-    page_tokens: int | None = knob(None, "tokens a cache page holds (GPU: 64, CPU: 16)", low=1, high=1024)
-    cache_memory: int | None = knob(None, "bytes for the cache on the device", low=1, unit="bytes")
-    memory_fraction: float = knob(0.9, "share of the device's free memory the cache may take", low=0.01, high=1.0)
-    num_pages: int | None = knob(None, "exact number of pages of page_tokens each, instead of sizing by memory", low=2)
-    num_slots: int | None = knob(None, "exact number of recurrent state slots, likewise", low=3)
-    host_memory: int | None = knob(None, "bytes of host memory for preempted requests", low=0, unit="bytes")
-    swap_checksums: bool | None = knob(None, "checksums of preempted requests' pages on the host (default: on a CPU)")
-    kv_dtype: str = knob("auto", "what keys and values are kept in (fp8: CUDA)", choices=("auto", "fp8"))
-    prefix_cache: bool = knob(True, "reuse the state of prompts that begin alike")
+    page_tokens: int | None = knob(
+        None, "tokens per KV cache page (default: 64 on a GPU, 16 on a CPU)", low=1, high=1024
+    )
+    cache_memory: int | None = knob(None, "memory of the KV cache on the device", low=1, unit="bytes")
+    memory_fraction: float = knob(0.9, "fraction of the device's free memory for the KV cache", low=0.01, high=1.0)
+    num_pages: int | None = knob(None, "number of KV cache pages, overriding the size by memory", low=2)
+    num_slots: int | None = knob(None, "number of recurrent state slots, overriding the size by memory", low=3)
+    host_memory: int | None = knob(None, "host memory for preempted requests", low=0, unit="bytes")
+    swap_checksums: bool | None = knob(
+        None, "checksum the pages of preempted requests in host memory (default: only on a CPU)"
+    )
+    kv_dtype: str = knob("auto", "data type of the KV cache (fp8: CUDA)", choices=("auto", "fp8"))
+    prefix_cache: bool = knob(True, "reuse the KV cache of equal prompt prefixes")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The scheduler's limits and policies."""
 
-    max_rows: int | None = knob(None, "requests that may run at once", low=1, high=8192)
-    max_batch_tokens: int | None = knob(None, "tokens one step may compute", low=1, high=1 << 20)
-    chunk_tokens: int | None = knob(None, "most tokens of one prompt in one step", low=1, high=1 << 20)
+    max_rows: int | None = knob(None, "maximum requests that run at once", low=1, high=8192)
+    max_batch_tokens: int | None = knob(None, "maximum tokens per step", low=1, high=1 << 20)
+    chunk_tokens: int | None = knob(None, "maximum prefill tokens of one request per step", low=1, high=1 << 20)
     step_target_ms: float | None = knob(
-        None, "keep steps this short by shrinking prompt chunks (0: do not; CPU: 250)", low=0
+        None, "shrink prefill chunks to keep steps this short (0: off; default: 250 on a CPU, 0 on a GPU)", low=0
     )
-    order: str = knob("priority", "which waiting request goes first", choices=("fcfs", "priority", "deadline"))
-    preemption: str = knob("auto", "what becomes of a victim's cache", choices=("auto", "swap", "recompute"))
-    max_waiting: int = knob(16384, "requests that may wait", low=1)
-    max_waiting_tokens: int = knob(64_000_000, "prompt tokens that may wait", low=1)
+    order: str = knob(
+        "priority", "order in which waiting requests are admitted", choices=("fcfs", "priority", "deadline")
+    )
+    preemption: str = knob(
+        "auto", "what to do with the KV cache of a preempted request", choices=("auto", "swap", "recompute")
+    )
+    max_waiting: int = knob(16384, "maximum requests in the queue", low=1)
+    max_waiting_tokens: int = knob(64_000_000, "maximum prompt tokens in the queue", low=1)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The device and how the engine uses it."""
 
-    device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
+    device: str = knob("auto", "device to run on", choices=("auto", "cpu", "cuda"))
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
-    deterministic: bool = knob(False, "same bits for a row whatever surrounds it, or a refusal")
+    deterministic: bool = knob(
+        False, "results that do not depend on the batch, bit for bit; refuse models that lack this"
+    )
     kernels: str = knob(
         "auto",
-        "what computes: torch, triton or a library with it (GPU), an instruction set (CPU)",
+        "kernels to use: torch; on a GPU triton, or a library beside it; on a CPU an instruction set",
         choices=("auto", "triton", "flash-attn", "flashinfer", "cudnn", "torch", "avx512", "avx2", "portable"),
     )
-    strict_kernels: bool = knob(False, "refuse to start where a GPU or a kernel would have to be done without")
+    strict_kernels: bool = knob(False, "refuse to start if the GPU or a kernel is unusable, instead of falling back")
     graphs: bool = knob(True, "replay decode steps as CUDA graphs")
-    trace: str | None = knob(None, "write a trace that Perfetto opens to this file", unit="path")
+    trace: str | None = knob(None, "write a trace in Perfetto's format to this file", unit="path")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP server and its supervision of the engine process."""
 
-    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network, so set a key then")
-    port: int = knob(8000, "port to listen on (0: any free one)", low=0, high=65535)
-    api_key: str | None = knob(None, "key clients must send; several are separated by commas", secret=True)
-    admin_key: str | None = knob(None, "key of the admin routes, which are closed without one", secret=True)
-    share_prefixes: bool = knob(False, "let all keys share cached prompts; their timing then tells of each other")
-    served_model_name: str | None = knob(None, "name clients call the model by; several are separated by commas")
+    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 is reachable from the network, so set an API key")
+    port: int = knob(8000, "port to listen on (0: any free port)", low=0, high=65535)
+    api_key: str | None = knob(None, "API key that clients must send; separate several by commas", secret=True)
+    admin_key: str | None = knob(None, "key of the admin routes, which are disabled without it", secret=True)
+    share_prefixes: bool = knob(
+        False, "share cached prefixes between API keys, whose timing then reveals each other's prompts"
+    )
+    served_model_name: str | None = knob(None, "model name in the API; separate several by commas")
     allowed_hosts: str | None = knob(
         None,
-        "more names clients call the server by, separated by commas, or * "
-        "(default: any; on a loopback address without keys this machine's)",
+        "additional host names of the server, separated by commas, or * "
+        "(default: any name; on a loopback address without keys only this machine's)",
     )
-    cors_origins: str | None = knob(None, "web origins that may call from a browser, separated by commas, or *")
-    request_timeout: float = knob(600.0, "seconds a request may take before it is ended", low=0.1, high=86400)
-    rate_requests: int | None = knob(None, "requests a minute for each key (none by default)", low=1)
-    rate_tokens: int | None = knob(None, "prompt and output tokens a minute for each key (none by default)", low=1)
-    max_connections: int = knob(
-        4096, "connections open at a time; those without a request go first", low=1, high=1 << 20
+    cors_origins: str | None = knob(None, "web origins allowed to call from a browser, separated by commas, or *")
+    request_timeout: float = knob(600.0, "maximum seconds of a request", low=0.1, high=86400)
+    rate_requests: int | None = knob(None, "maximum requests per minute and key (default: no limit)", low=1)
+    rate_tokens: int | None = knob(
+        None, "maximum prompt and output tokens per minute and key (default: no limit)", low=1
     )
-    max_body: int = knob(32 << 20, "largest request body", low=1024, high=1 << 30, unit="bytes")
-    body_timeout: float = knob(300.0, "seconds a request's body may take", low=0.1, high=86400)
-    min_body_rate: int = knob(1024, "bytes a second a body must bring after 20 s (0: any)", low=0, high=1 << 30)
-    max_messages: int = knob(4096, "most messages in one conversation", low=1, high=1 << 20)
-    max_tools: int = knob(128, "most tools in one request", low=1, high=4096)
-    max_schema: int = knob(256 << 10, "largest schema or grammar", low=64, high=16 << 20, unit="bytes")
-    max_samples: int = knob(128, "most samples of one request (n times the number of prompts)", low=1, high=4096)
-    keep_alive: float = knob(10.0, "seconds of silence after which a stream gets a sign of life", low=0.05, high=3600)
-    drain_timeout: float = knob(60.0, "seconds open requests get to finish after SIGTERM", low=0.0, high=86400)
-    stall_timeout: float = knob(120.0, "seconds without a step or a token after which the engine is ill", low=2.0)
+    max_connections: int = knob(4096, "maximum open connections; idle ones are closed first", low=1, high=1 << 20)
+    max_body: int = knob(32 << 20, "maximum size of a request body", low=1024, high=1 << 30, unit="bytes")
+    body_timeout: float = knob(300.0, "maximum seconds to receive a request body", low=0.1, high=86400)
+    min_body_rate: int = knob(
+        1024, "minimum bytes per second of a request body after 20 s (0: no minimum)", low=0, high=1 << 30
+    )
+    max_messages: int = knob(4096, "maximum messages in a conversation", low=1, high=1 << 20)
+    max_tools: int = knob(128, "maximum tools in a request", low=1, high=4096)
+    max_schema: int = knob(256 << 10, "maximum size of a schema or grammar", low=64, high=16 << 20, unit="bytes")
+    max_samples: int = knob(128, "maximum samples of a request (n times the number of prompts)", low=1, high=4096)
+    keep_alive: float = knob(
+        10.0, "seconds without output after which a stream gets a keep-alive message", low=0.05, high=3600
+    )
+    drain_timeout: float = knob(60.0, "seconds that open requests have to finish after SIGTERM", low=0.0, high=86400)
+    stall_timeout: float = knob(
+        120.0, "seconds without a step or a token after which the engine is reported unhealthy", low=2.0
+    )
     hang_timeout: float = knob(120.0, "seconds without a step or a token after which the engine is replaced", low=2.0)
-    start_timeout: float = knob(1800.0, "seconds the engine may take to load", low=1.0)
-    max_restarts: int = knob(5, "times the engine is started again within restart_window", low=0, high=1000)
-    restart_window: float = knob(60.0, "seconds over which restarts are counted", low=1.0)
+    start_timeout: float = knob(1800.0, "maximum seconds to load the engine", low=1.0)
+    max_restarts: int = knob(5, "maximum restarts of the engine within restart_window", low=0, high=1000)
+    restart_window: float = knob(60.0, "seconds in which restarts are counted", low=1.0)
     engine_memory: int | None = knob(
-        None, "bytes the engine process may hold before it is replaced", low=1 << 20, unit="bytes"
+        None, "memory of the engine process above which it is replaced", low=1 << 20, unit="bytes"
     )
     out_of_memory: str = knob(
-        "same", "the next engine after one ran out of memory", choices=("same", "shrink", "precision")
+        "same", "settings of the next engine after one ran out of memory", choices=("same", "shrink", "precision")
     )
-    send_timeout: float = knob(60.0, "seconds a client may take to read what was sent before it is cut off", low=0.1)
-    response_store: str | None = knob(None, "SQLite file of stored responses (default: gone at exit)", unit="path")
-    max_stored: int = knob(10_000, "stored responses kept; the oldest go first", low=1, high=10_000_000)
-    max_stored_bytes: int = knob(256 << 20, "bytes of them kept, likewise", low=1024, unit="bytes")
-    tool_format: str | None = knob(None, "how the model writes tool calls (default: read from its chat template)")
-    log_level: str = knob("info", "least severe log line shown", choices=("debug", "info", "warning", "error"))
-    log_form: str = knob("text", "log lines for people or for machines", choices=("text", "json"))
+    send_timeout: float = knob(
+        60.0, "maximum seconds for a client to read sent data before it is disconnected", low=0.1
+    )
+    response_store: str | None = knob(
+        None, "SQLite file of stored responses (default: not kept after exit)", unit="path"
+    )
+    max_stored: int = knob(10_000, "maximum stored responses; the oldest are deleted first", low=1, high=10_000_000)
+    max_stored_bytes: int = knob(
+        256 << 20, "maximum size of stored responses; the oldest are deleted first", low=1024, unit="bytes"
+    )
+    tool_format: str | None = knob(None, "format of the model's tool calls (default: detected from its chat template)")
+    log_level: str = knob("info", "minimum severity of log lines", choices=("debug", "info", "warning", "error"))
+    log_form: str = knob("text", "format of log lines", choices=("text", "json"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def _from_file(path: Path) -> list[Setting]:
             if item.table != table:
                 raise QuireError(
                     "unknown_setting",
-                    f"Setting {name!r} stands in [{table}] of {path}.",
+                    f"Setting {name!r} is in [{table}] of {path}.",
                     f"It belongs in [{item.table}].",
                     param=name,
                 )
@@ -142,7 +142,7 @@ def _from_file(path: Path) -> list[Setting]:
 def _misplaced(name: str, value: Any, path: Path) -> QuireError:
     """Returns the error for a top-level entry of a file that is not a known table."""
     if name in tables():
-        hint = f"[{name}] is a table: write the setting below a line that says [{name}]."
+        hint = f"[{name}] is a table: write its settings below a line [{name}]."
     elif name in knobs():
         hint = f"It belongs in [{knobs()[name].table}]."
     else:
@@ -218,7 +218,7 @@ def _check_bounds(item: Knob, raw: Any, value: float, source: str) -> None:
     if low <= value <= high:
         return
     if item.high is None:
-        why = f"must be at least {low:g}" if value < low else "is too large to be meant"
+        why = f"must be at least {low:g}" if value < low else f"is too large (at most {high})"
     else:
         why = f"must lie between {low:g} and {high:.10g}"
     raise _refuse(item, raw, source, why)
@@ -287,7 +287,7 @@ def add_config_flags(parser: ArgumentParser, groups: Iterable[str] | None = None
         metavar="FILE",
         help="settings in TOML (default: ./quire.toml, then ~/.config/quire/config.toml)",
     )
-    general.add_argument("--show-config", action="store_true", help="print the settings in force and leave")
+    general.add_argument("--show-config", action="store_true", help="print the effective settings and exit")
     for table in tables() if groups is None else groups:
         section = parser.add_argument_group(f"{table} settings")
         for item in knobs().values():

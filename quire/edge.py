@@ -161,7 +161,9 @@ class Edge:
             params = resolve_params(params, self.tokenizer)
             params = self._without_unknown(params) if self._knows_more else params
         elif params.stop or params.bad_words or params.dry_multiplier:
-            raise QuireError("no_tokenizer", "Stop strings, bad words and DRY need a tokenizer, this model has none.")
+            raise QuireError(
+                "no_tokenizer", "Stop strings, bad words and DRY need a tokenizer, which this model does not have."
+            )
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
             if any(not 0 <= i < self.vocab_size for i in ids):
                 what = f"{name} names a token outside the vocabulary (0 to {self.vocab_size - 1})."
@@ -210,8 +212,10 @@ class Edge:
         unknown = next((token for token in tokens if token >= self.vocab_size), None)
         if unknown is not None:
             name = self._need_tokenizer().token_bytes(unknown).decode("utf-8", "replace")
-            what = f"The prompt holds {name!r}, token {unknown}: its tokenizer knows it, this model does not."
-            raise QuireError("invalid_prompt", what, f"Leave it out; the model has tokens 0 to {self.vocab_size - 1}.")
+            what = f"The prompt has the token {name!r} (id {unknown}), which the tokenizer has but this model has not."
+            raise QuireError(
+                "invalid_prompt", what, f"Leave it out; the model has token ids 0 to {self.vocab_size - 1}."
+            )
 
     def _without_unknown(self, params: SamplingParams) -> SamplingParams:
         """Removes token ids that the model does not have, and can't sample, from bans and DRY breakers."""
@@ -228,7 +232,7 @@ class Edge:
             return list(prompt)  # same result as below, but faster for long prompts
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                what = f"{token!r} is no token id of this model (0 to {self.vocab_size - 1})."
+                what = f"{token!r} is not a token id of this model (0 to {self.vocab_size - 1})."
                 raise QuireError("invalid_prompt", what, "Send text, messages or token ids.", "prompt")
         return list(prompt)
 
@@ -303,5 +307,5 @@ def _refuse_pictures(messages: list[Message]) -> None:
         for part in content if isinstance(content, list) else ():
             kind = part.get("type", "text") if isinstance(part, dict) else "text"
             if kind != "text":
-                what = f"The model takes text only, and messages[{index}] holds a part of type {kind!r}."
+                what = f"The model takes text only, and messages[{index}] has a part of type {kind!r}."
                 raise QuireError("invalid_parameter", what, "Send text parts only.", param="messages")

@@ -229,7 +229,9 @@ class LLM:
         requests = self.edge.requests(tokens, params, priority=priority, timeout=timeout)
         if params.grammar is not None:
             if self._parts.grammars is None:
-                raise QuireError("no_tokenizer", "A grammar needs a tokenizer, this model has none.", param="grammar")
+                raise QuireError(
+                    "no_tokenizer", "A grammar needs a tokenizer, which this model does not have.", param="grammar"
+                )
             self._parts.grammars.compile_all(requests)
         return requests
 
@@ -339,8 +341,10 @@ class _Open:
 
 def _check_lost(opened: Sequence[_Open]) -> None:
     if any(o.is_lost for o in opened):
-        what = "The request was lost: an interrupt or an error in another call left the engine's books unusable."
-        raise QuireError("interrupted", what, "The engine works again; ask once more.")
+        what = (
+            "The request was lost: an interrupt or an error in another call left the engine in an inconsistent state."
+        )
+        raise QuireError("interrupted", what, "The engine has been rebuilt; send the request again.")
 
 
 def _as_list(prompts: str | Sequence[Any]) -> list[Any]:
@@ -356,7 +360,7 @@ def _params_for(params: Params, count: int) -> list[SamplingParams]:
         return [params or SamplingParams()] * count
     if len(params) != count:
         what = f"{len(params)} sampling parameters were given for {count} prompts."
-        raise QuireError("invalid_parameter", what, "Give one for all, or one for each.", "params")
+        raise QuireError("invalid_parameter", what, "Give one for all prompts, or one for each.", "params")
     return list(params)
 
 

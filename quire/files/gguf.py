@@ -152,7 +152,7 @@ class _Reader:
         for index in range(num_metadata):
             key = self._string(f"the key of metadata entry {index}")
             if key in metadata:
-                self._fail(f"metadata key {key!r} stands there twice")
+                self._fail(f"metadata key {key!r} appears twice")
             value_type = self._number(_U32, f"the type of {key!r}")
             metadata[key] = self._value(value_type, key)
         return metadata
@@ -169,7 +169,7 @@ class _Reader:
         if value_type != _BOOL:
             return number
         if number > 1:
-            self._fail(f"{key!r} is a bool that holds {number}")
+            self._fail(f"{key!r} is a bool with the value {number}")
         return bool(number)
 
     def _array(self, key: str) -> list[Any]:
@@ -190,7 +190,7 @@ class _Reader:
         items = np.frombuffer(self.map, np.dtype(packed.format), num_items, start)
         if item_type == _BOOL:
             if num_items and items.max() > 1:
-                self._fail(f"{key!r} is an array of bools that holds {items.max()}")
+                self._fail(f"{key!r} is an array of bools with the value {items.max()}")
             items = items.astype(bool)
         return items.tolist()
 
@@ -220,7 +220,7 @@ class _Reader:
         for index in range(num_tensors):
             info = self._tensor_info(index)
             if info.name in names:
-                self._fail(f"tensor {info.name!r} stands there twice")
+                self._fail(f"tensor {info.name!r} appears twice")
             names.add(info.name)
             infos.append(info)
         return infos

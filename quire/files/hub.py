@@ -91,7 +91,7 @@ def fetch_repo(
     revision = revision or "main"
     if not re.fullmatch(r"[\w./+-]{1,200}", revision) or revision.strip(".") == "":
         raise QuireError(
-            "invalid_parameter", f"revision={revision!r:.200} is no branch, tag or commit.", param="revision"
+            "invalid_parameter", f"revision={revision!r:.200} is not a branch, tag or commit.", param="revision"
         )
     snapshot = _Snapshot.find(ref, revision, settings, progress)
     gguf = choose_gguf(ref, snapshot.listing, with_weights)
@@ -275,7 +275,7 @@ def _ask_listing(ref: HubRef, revision: str, settings: HubSettings) -> RepoListi
 def _read_listing(answer: Any) -> RepoListing:
     commit = answer["sha"]
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-        raise ValueError("its commit is no commit")
+        raise ValueError("its commit is not a hash")
     files = {}
     for sibling in answer["siblings"]:
         name = sibling["rfilename"]
@@ -307,7 +307,7 @@ def _in_words(
 ) -> QuireError:
     host = client.host
     if isinstance(error, Unreachable):
-        hint = "Check the network and try again; a part already fetched is kept."
+        hint = "Check the network and try again; partial downloads are kept."
         return QuireError("hub_unreachable", f"{host} cannot be reached ({error}).", hint)
     if error.status in (401, 403):
         given = "the token given does not open it" if settings.token else "no token was given"
@@ -321,5 +321,5 @@ def _in_words(
         what = f"{repo} has {missing} on {host}." if missing else f"{host} has no model {repo} (looked for {thing})."
         return QuireError("hub_not_found", what, "Check the name and the revision.")
     if error.status == 429 or error.status >= 500:
-        return QuireError("hub_unreachable", f"{host} is out of order or busy ({error}).", "Try again later.")
-    return QuireError("hub_error", f"{host} answers {error} for {thing} of {repo}.", "Check HF_ENDPOINT.")
+        return QuireError("hub_unreachable", f"{host} is unavailable or busy ({error}).", "Try again later.")
+    return QuireError("hub_error", f"{host} returned {error} for {thing} of {repo}.", "Check HF_ENDPOINT.")

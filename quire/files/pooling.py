@@ -77,7 +77,7 @@ def _rule(kind: str, normalize: bool, where: str) -> PoolingRule:
     known = _KINDS.get(kind)
     if known is not None:
         return PoolingRule(known, normalize, "model")
-    return PoolingRule(kind, normalize, "model", f"{where} asks for the pooling {kind[:50]!r}, which is not supported.")
+    return PoolingRule(kind, normalize, "model", f"{where} requires the pooling {kind[:50]!r}, which is not supported.")
 
 
 def _read(path: Path) -> Any:

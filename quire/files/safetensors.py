@@ -98,7 +98,7 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
         if len(entries) != len(pairs):
-            raise ValueError("a name stands there twice")
+            raise ValueError("a name appears twice")
         return entries
 
     try:

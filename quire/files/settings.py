@@ -39,5 +39,7 @@ class HubSettings:
 
         if self.hub_offline:
             why = "offline mode" if self.offline else "HF_HUB_OFFLINE"
-            raise QuireError("offline", f"{why} forbids asking the hub.", "Switch it off, or use a model already here.")
+            raise QuireError(
+                "offline", f"{why} forbids access to the hub.", "Disable it, or use a model on this machine."
+            )
         return WebClient(self.endpoint, self.token)

@@ -144,7 +144,7 @@ def _read_gguf(path: Path, name: str, source: str) -> ModelFiles:
     with open(path, "rb") as file:
         magic = file.read(4)
     if magic != GGUF_MAGIC:
-        hint = "Give the folder it lies in." if path.suffix == ".safetensors" else "Give a GGUF file or a model folder."
+        hint = "Give its folder." if path.suffix == ".safetensors" else "Give a GGUF file or a model folder."
         raise QuireError("not_a_model", f"{path} is not a GGUF file.", hint, param="model")
     return ModelFiles("gguf", path, name, None, source=source)
 

@@ -83,7 +83,7 @@ class WebClient:
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(explain(error)) from None
         if len(body) > MAX_JSON_BYTES:
-            raise Unreachable("its answer is far too long")
+            raise Unreachable("its answer is too long")
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
@@ -109,7 +109,9 @@ def explain(error: BaseException) -> str:
 def _check_token(token: str | None) -> str | None:
     token = (token or "").strip()
     if not all(33 <= ord(letter) <= 126 for letter in token):  # http.client would show the token in its error
-        raise QuireError("invalid_parameter", "The hub token holds characters no token has.", param="hub_token")
+        raise QuireError(
+            "invalid_parameter", "The hub token has characters that are not allowed in a token.", param="hub_token"
+        )
     return token or None
 
 

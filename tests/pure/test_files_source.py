@@ -87,7 +87,7 @@ def test_what_is_not_a_model(folder: Path, tmp_path: Path) -> None:
     assert missing.code == "model_not_found" and "does not exist" in missing.what
     assert "looked for config.json with *.safetensors, or one *.gguf" in refusal(tmp_path).what
     error = refusal(folder / "model.safetensors")
-    assert "not a GGUF file" in error.what and "Give the folder" in error.hint
+    assert "not a GGUF file" in error.what and "Give its folder" in error.hint
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "pickle" in refusal(folder).what
     assert "cannot be read" in refusal("/" + "a" * 300).what

@@ -113,7 +113,7 @@ class QuantizedBlocks:
     def _say_once(self, kind: str) -> None:
         if kind not in self._replaced:
             self._replaced.add(kind)
-            log.warning("%s has no CPU kernels of its own: tensors of this type are kept as Q8_0.", kind)
+            log.warning("No CPU kernel reads %s: tensors of this type are requantized to Q8_0.", kind)
 
 
 @dataclass(frozen=True, slots=True)

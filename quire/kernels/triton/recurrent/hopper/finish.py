@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.triton.recurrent.hopper.math import doubled_silu, halved, joined, sigmoid, wide
 
-UNTOLD = gl.constexpr(-1)  # as a float, a NaN that no sum equals: the hardware produces only one other
+UNTOLD = gl.constexpr(-1)  # as a float, a NaN other than the one that the hardware produces
 ROWS = gl.constexpr(16)  # tokens at a time; a chunk is four times as many
 LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 

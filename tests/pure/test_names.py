@@ -11,35 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Names that still stand for two or three classes. The list only shrinks.
-DUPLICATES: frozenset[str] = frozenset(
-    {
-        "Columns",
-        "Join",
-        "Partials",
-        "Prepared",
-        "ProductTuning",
-        "Rows",
-        "_Geometry",
-        "_Lists",
-        "_Outputs",
-        "_Planned",
-    }
-)
 
-
-def class_names() -> dict[str, list[str]]:
-    """For each class name, nested classes included, the places that define it."""
+def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in sorted((ROOT / "quire").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    return places
-
-
-def test_class_names_are_unique() -> None:
-    places = class_names()
     assert len(places) > 500
-    repeated = {name: where for name, where in places.items() if len(where) > 1 and name not in DUPLICATES}
+    repeated = {name: where for name, where in places.items() if len(where) > 1}
     assert not repeated, f"rename the less central class of each: {repeated}"

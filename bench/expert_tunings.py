@@ -14,11 +14,11 @@ import torch
 
 from quire.bench.kernels.suite import microseconds
 from quire.kernels.expert_types import ExpertWeights
-from quire.kernels.triton.experts.experts import ExpertsTuning, ProductTuning, run_experts, tune
+from quire.kernels.triton.experts.experts import ExpertsTuning, GroupedTuning, run_experts, tune
 
 NUM, TOP_K, WIDTH, INNER = 128, 8, 2048, 768
 FEW = [
-    ProductTuning(*sizes)
+    GroupedTuning(*sizes)
     for sizes in (
         (32, 128, 4, 4),
         (64, 64, 4, 5),
@@ -30,7 +30,7 @@ FEW = [
     )
 ]
 MANY = [
-    ProductTuning(*sizes)
+    GroupedTuning(*sizes)
     for sizes in (
         (64, 64, 4, 4),
         (128, 64, 4, 3),
@@ -78,7 +78,7 @@ def time_tuning(
         return float("inf")
 
 
-def _sizes(product: ProductTuning) -> str:
+def _sizes(product: GroupedTuning) -> str:
     return f"{product.block_out}×{product.block_in}, {product.num_warps} warps, {product.num_stages} stages"
 
 

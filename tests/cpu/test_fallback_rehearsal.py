@@ -1,6 +1,6 @@
-"""How a model of other people's making is rehearsed before it has weights: numbers that are made up, and what is seen.
+"""Dry runs of transformers models before they have weights: synthetic values, and what the dry run records.
 
-That what was seen is right is shown in `families/others.py` and `families/others_keeping.py`.
+`families/others.py` and `families/others_keeping.py` show that the results are right.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The fallback for layers that keep a state, and for attention that can't be replaced: how rows are put together, what
-is said, what is refused. That it is right is shown in `families/others_keeping.py`."""
+"""The fallback model with layers that keep a state, and with attention that can't be replaced: batches of rows, notes
+and refusals. `families/others_keeping.py` shows that its results are right.
+"""
 
 from __future__ import annotations
 

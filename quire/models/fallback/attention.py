@@ -1,7 +1,7 @@
 """The attention of transformers models: the function that transformers calls in place of its own, under the name
 `ATTENTION`.
 
-Every layer of such a model calls it with queries, keys and values. In a dry run a `AttentionRecorder` records the
+Every layer of such a model calls it with queries, keys and values. In a dry run an `AttentionRecorder` records the
 calls. In a step `PagedStep` writes keys and values to pages and attends over them. `model` passes one of them through
 the model.
 """

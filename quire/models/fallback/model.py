@@ -61,6 +61,8 @@ _OURS = ("model_type", "served_len", "quantization_config", "tensor_types")
 
 @dataclass(frozen=True, slots=True)
 class FallbackConfig:
+    """A transformers config, and what Quire knows beyond it."""
+
     model_type: str
     hf: Any  # config class of transformers
     served_len: int | None = None  # maximum sequence length that is served, if known
@@ -68,6 +70,8 @@ class FallbackConfig:
 
 
 class FallbackModel(nn.Module):
+    """A transformers model with Quire's caches."""
+
     eager_only = True  # until `verify` has found that decode steps can be captured
     decodes_only = True  # no other step is captured or warmed up, which would delay other requests for seconds
 

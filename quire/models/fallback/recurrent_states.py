@@ -205,6 +205,8 @@ class _Layers:
 
 @dataclass(frozen=True, slots=True)
 class _LayerOfRows:
+    """One layer's states in `_Layers`, as the layer caches of transformers present them."""
+
     rows: RowStates
     layer: int
 
@@ -304,10 +306,10 @@ def split_rows(
     them.
 
     Recurrent layers of transformers have batches and no ragged rows, so all decodes are one batch, and most prompts are
-    batches of one. Unless a model `continues_states` from a kept state with several tokens, only beginnings run as a
-    chunk, and other tokens run one by one. `separate_rows`: each row is a step of its own. `separate_beginnings`: rows
-    that begin are not with others. A step has at most `most_rows` rows and `most` tokens, except that all decodes stay
-    together, so that the step can be captured.
+    batches of one. Without `continues_states`, only beginnings run as a chunk, and other tokens run one by one.
+    `separate_rows`: each row is a step of its own. `separate_beginnings`: rows that begin are not with others. A step
+    has at most `most_rows` rows and `most` tokens, except that all decodes stay together, so that the step can be
+    captured.
     """
     by_count: dict[tuple[int, bool, bool], list[int]] = {}
     for row, (count, bound) in enumerate(zip(step.counts, step.len_bounds, strict=True)):

@@ -20,6 +20,8 @@ _HOST = torch.device("cpu")
 
 
 class SyntheticValues(TorchDispatchMode):
+    """While active, operations on real and meta tensors return real tensors: random floats, zero integers."""
+
     def __init__(self) -> None:
         super().__init__()
         self._generator = torch.Generator().manual_seed(0)

@@ -50,6 +50,8 @@ LAYER_TYPES: dict[str, BlockKind] = {
 
 @dataclass(frozen=True, slots=True)
 class BambaConfig:
+    """Shape and options of a Bamba model."""
+
     shape: HybridShape
     options: MambaOptions
     rope: RopeConfig
@@ -87,6 +89,8 @@ class BambaConfig:
 
 
 class BambaModel(HybridModel):
+    """A hybrid of Mamba2 and attention layers."""
+
     def __init__(
         self,
         config: BambaConfig,

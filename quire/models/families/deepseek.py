@@ -71,6 +71,8 @@ WITHOUT_EXPERTS = ("minicpm3", "youtu")
 
 @dataclass(frozen=True, slots=True)
 class DeepSeekConfig:
+    """Shape and options of a model with latent attention."""
+
     vocab_size: int
     num_layers: int
     norm_eps: float
@@ -116,6 +118,8 @@ class DeepSeekConfig:
 
 
 class DeepSeekLayer(nn.Module):
+    """Latent attention, and a feed-forward block or experts."""
+
     def __init__(self, index: int, config: DeepSeekConfig, dtype: torch.dtype, ops: Ops, scheme: Scheme):
         super().__init__()
         prefix, width = f"model.layers.{index}", config.attention.width
@@ -142,6 +146,8 @@ class DeepSeekLayer(nn.Module):
 
 
 class DeepSeekModel(nn.Module):
+    """A decoder of latent attention layers with one cache group."""
+
     def __init__(
         self,
         config: DeepSeekConfig,

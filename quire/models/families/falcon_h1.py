@@ -81,6 +81,8 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class FalconH1Config:
+    """Shape, multipliers and options of a Falcon-H1 model."""
+
     shape: HybridShape
     options: MambaOptions
     multipliers: Multipliers
@@ -145,6 +147,8 @@ class ParallelMixers(nn.Module):
 
 
 class FalconH1Model(HybridModel):
+    """A hybrid of parallel attention and Mamba2 layers."""
+
     def __init__(
         self,
         config: FalconH1Config,

@@ -63,6 +63,8 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Config:
+    """Shape and options of a Gemma 4 text model."""
+
     vocab_size: int
     width: int
     num_heads: int
@@ -297,6 +299,8 @@ class LayerInputs(nn.Module):
 
 
 class Gemma4Model(nn.Module):
+    """Gemma 4's decoder, with a cache group per layer kind."""
+
     def __init__(
         self,
         config: Gemma4Config,

@@ -38,6 +38,8 @@ ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 
 @dataclass(frozen=True, slots=True)
 class GptOssConfig:
+    """The dense part and the experts of a gpt-oss model."""
+
     dense: DenseConfig
     shape: MoEShape
 
@@ -60,6 +62,8 @@ class GptOssConfig:
 
 
 class GptOssModel(DenseModel):
+    """`DenseModel` with sinks, and experts as feed-forward blocks."""
+
     def __init__(
         self,
         config: GptOssConfig,

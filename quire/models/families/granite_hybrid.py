@@ -38,6 +38,8 @@ from quire.models.loading.fields import check_silu, flag, number, whole
 
 @dataclass(frozen=True, slots=True)
 class GraniteHybridConfig:
+    """Shape and options of a Granite 4 model."""
+
     shape: HybridShape
     options: MambaOptions
     rope: RopeConfig
@@ -87,6 +89,8 @@ class GraniteHybridConfig:
 
 
 class GraniteHybridModel(HybridModel):
+    """A hybrid of Mamba2 and attention layers with shared blocks and experts."""
+
     def __init__(
         self,
         config: GraniteHybridConfig,

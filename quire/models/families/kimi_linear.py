@@ -67,6 +67,8 @@ DEFAULTS: dict[str, Any] = {  # values of fields that config.json may omit
 
 @dataclass(frozen=True, slots=True)
 class KimiLinearConfig:
+    """Shape and options of a Kimi Linear model."""
+
     shape: HybridShape
     inner_width: int  # of the feed-forward blocks without experts
     sparse_layers: frozenset[int]  # layers with experts
@@ -97,6 +99,8 @@ class KimiLinearConfig:
 
 
 class KimiLinearModel(HybridModel):
+    """A hybrid of Kimi Delta Attention and latent attention."""
+
     def __init__(
         self,
         config: KimiLinearConfig,

@@ -41,6 +41,8 @@ EXPERT_NAMES = ExpertNames("feed_forward", gate="w1", up="w3", down="w2", choice
 
 @dataclass(frozen=True, slots=True)
 class Lfm2Config:
+    """Shape and options of an LFM2 model."""
+
     shape: HybridShape
     conv: ConvShape
     rope: RopeConfig
@@ -84,6 +86,8 @@ class Lfm2Config:
 
 
 class Lfm2Model(HybridModel):
+    """A hybrid of short convolutions and attention."""
+
     def __init__(
         self,
         config: Lfm2Config,

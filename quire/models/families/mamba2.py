@@ -136,6 +136,8 @@ FIELDS = MambaFields(
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
+    """Shape and options of a Mamba2 model."""
+
     shape: HybridShape
     options: MambaOptions
 
@@ -157,6 +159,8 @@ class Mamba2Config:
 
 
 class Mamba2Model(HybridModel):
+    """A model of Mamba2 layers only."""
+
     def __init__(
         self,
         config: Mamba2Config,

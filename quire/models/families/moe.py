@@ -31,6 +31,8 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
+    """The dense part and the experts of a mixture."""
+
     dense: DenseConfig
     shape: MoEShape
     sparse_layers: frozenset[int]  # the other layers have a feed-forward block
@@ -56,6 +58,8 @@ class MoEConfig:
 
 
 class MoEModel(DenseModel):
+    """`DenseModel` with experts as feed-forward blocks."""
+
     def __init__(
         self,
         config: MoEConfig,

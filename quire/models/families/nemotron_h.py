@@ -61,12 +61,16 @@ LAYER_TYPES: dict[str, BlockKind] = {
 
 @dataclass(frozen=True, slots=True)
 class NemotronMoE:
+    """The routed experts of a layer, and the width of the shared one."""
+
     experts: MoEShape  # its width is that of the latent space of the experts
     shared_width: int
 
 
 @dataclass(frozen=True, slots=True)
 class NemotronHConfig:
+    """Shape and options of a Nemotron-H model."""
+
     shape: HybridShape
     options: MambaOptions
     inner_width: int
@@ -166,6 +170,8 @@ class SquaredExperts(nn.Module):
 
 
 class NemotronHModel(HybridModel):
+    """A hybrid with one block per layer: Mamba2, attention, feed-forward or experts."""
+
     def __init__(
         self,
         config: NemotronHConfig,

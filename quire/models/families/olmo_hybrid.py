@@ -43,6 +43,8 @@ OTHER_NAMES = {  # names in published files; transformers saves the second in at
 
 @dataclass(frozen=True, slots=True)
 class OlmoHybridConfig:
+    """Shape and options of an OLMo Hybrid model."""
+
     shape: HybridShape
     rope: RopeConfig
     attention_bias: bool
@@ -71,6 +73,8 @@ class OlmoHybridConfig:
 
 
 class OlmoHybridModel(HybridModel):
+    """A hybrid of gated delta nets and attention."""
+
     def __init__(
         self,
         config: OlmoHybridConfig,

@@ -45,6 +45,8 @@ LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_atte
 
 @dataclass(frozen=True, slots=True)
 class QwenHybridConfig:
+    """Shape and options of a Qwen3-Next or Qwen3.5 model."""
+
     shape: HybridShape
     rope: RopeConfig
     rope_dim: int  # elements of a head that rope rotates
@@ -97,6 +99,8 @@ class QwenHybridConfig:
 
 
 class QwenHybridModel(HybridModel):
+    """A hybrid of gated delta nets and gated attention."""
+
     def __init__(
         self,
         config: QwenHybridConfig,

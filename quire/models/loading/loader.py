@@ -44,6 +44,8 @@ _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """A model with its weights, and what the files say about it."""
+
     model: Model
     config: Any  # the family's own config class, DenseConfig for example
     dtype: str  # of the weights; the types of computation and cache are in the model's cache specs

@@ -34,6 +34,8 @@ IGNORED_SCALES = (
 
 
 class SafetensorsCheckpoint:
+    """Tensors of all shards by name; packed tensors are decoded as they are read."""
+
     def __init__(self, shards: list[Path], where: str, quantized: Quantization | None = None):
         self.where = where
         self.shapes: dict[str, tuple[int, ...]] = {}

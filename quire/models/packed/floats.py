@@ -71,6 +71,8 @@ def find_floats(block: Block | None = None, has_fp8: bool = True) -> Finder:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
+    """FP8 elements with a scale per block of rows and columns."""
+
     shape: tuple[int, ...]
     uses: tuple[str, str]  # the tensor and its scales
     block: Block

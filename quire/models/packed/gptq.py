@@ -37,6 +37,8 @@ AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2", "auto_
 
 @dataclass(frozen=True, slots=True)
 class GptqConfig:
+    """GPTQ's fields of `quantization_config`."""
+
     bits: int  # for layers whose tensors do not determine it
     group_size: int  # inputs that share a scale; -1: all inputs of a layer
     in_order: bool  # inputs of a group are consecutive

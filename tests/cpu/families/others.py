@@ -1,4 +1,4 @@
-"""Model types without a file of their own, which run through transformers with their attention swapped."""
+"""Model types without a family of their own, which run through transformers with paged attention."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Model types without a file of their own whose layers keep a state, in a cache or in a form of their own, or attend by
-themselves to what is gathered."""
+"""Model types without a family of their own whose layers keep a state, in a cache or in a form of their own, or whose
+own attention runs over gathered keys.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _config_that_makes_a_model(model_type: str) -> Any:
         config = small_config(model_type)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # anything can happen in other people's code
+    except Exception as error:  # model code of transformers can raise anything
         assert model_type not in RIGHT, error
         pytest.skip(f"no small {model_type}: {error!r:.200}")
     count = sum(parameter.numel() for parameter in model.parameters())

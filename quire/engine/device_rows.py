@@ -48,4 +48,4 @@ class RowPool:
 
     def check(self, taken: list[int]) -> None:
         everywhere = taken + self._free + list(self._pending_free)
-        assert sorted(everywhere) == list(range(self._num_rows)), "a row was lost or given out twice"
+        assert sorted(everywhere) == list(range(self._num_rows)), "a row is lost or assigned twice"

@@ -190,10 +190,10 @@ class Engine:
         if not deferred.pending:
             return
         try:
-            with self.tracer.span("books"):
+            with self.tracer.span("deferred commit"):
                 deferred.flush()
         except Exception as error:
-            raise EngineBroken(f"keeping a step's books failed: {type(error).__name__}: {error}") from error
+            raise EngineBroken(f"the deferred part of a commit failed: {type(error).__name__}: {error}") from error
 
     def _recover(self, current: Plan | None, error: Exception) -> None:
         """Roll back all steps in flight after a failed step, and bisect for the request that caused it."""

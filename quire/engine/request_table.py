@@ -116,7 +116,7 @@ class RequestTable:
         self.waiting.check()
         held = list(self._held)
         places = {r.id for r in self.waiting} | {r.id for r in self.running} | {r.id for r in held}
-        assert places == set(self.requests), f"lost or doubled: {places ^ set(self.requests)}"
+        assert places == set(self.requests), f"requests in no place or in two: {places ^ set(self.requests)}"
         assert len(self.waiting) + len(self.running) + len(held) == len(self.requests)
         self.rows.check([r.row for r in self.running])
         for request in self.running:

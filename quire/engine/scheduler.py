@@ -431,5 +431,5 @@ class Scheduler:
     # -- integrity ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        assert not self.deferred.pending, "a step's books were not kept"
+        assert not self.deferred.pending, "the deferred part of a commit did not run"
         self.table.check()

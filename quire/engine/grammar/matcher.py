@@ -120,7 +120,7 @@ class Grammar:
         """Record the time of a mask. The grammar fails after `MAX_SLOW` slow ones, since they delay the whole batch."""
         self._num_slow += seconds > SLOW_SECONDS
         if self._num_slow >= MAX_SLOW and self.error is None:
-            what = f"The grammar is too complex: {seconds:.2f} s to find out what may come next."
+            what = f"The grammar is too complex: computing the allowed next tokens took {seconds:.2f} s."
             self.error = QuireError("grammar_too_complex", what, "Make it less ambiguous, or smaller.")
 
     def _restart(self) -> None:
@@ -220,7 +220,7 @@ class GrammarCompiler:
                 self._known.move_to_end(key)
                 return known
             if self._num_pending >= self._max_pending:
-                what = f"{self._num_pending} grammars are waiting to be compiled already."
+                what = f"{self._num_pending} grammars are already waiting to be compiled."
                 raise QuireError("queue_full", what, "Try again in a moment.")
             self._num_pending += 1
             future = self._pool.submit(self._build, spec, leads, time.monotonic() + deadline, deadline)

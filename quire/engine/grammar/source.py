@@ -74,8 +74,8 @@ def _choice_grammar(text: str) -> str:
         choices = None
     is_good = isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices)
     if not is_good or len(choices) > MAX_CHOICES:
-        what = f"A choice must be a list of at most {MAX_CHOICES} texts that are not empty."
-        raise QuireError("invalid_schema", what, "Send at least one.")
+        what = f"A choice must be a list of 1 to {MAX_CHOICES} non-empty texts."
+        raise QuireError("invalid_schema", what, "Correct the list.")
     bodies = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
     return f"%llguidance {{}}\nstart: {bodies}\n"
 
@@ -98,8 +98,8 @@ def explain_schema(complaint: str) -> QuireError:
     if "unsatisfiable" in lowered or "no text" in lowered:
         return QuireError("invalid_schema", "The JSON schema allows no value at all.", "Correct it.")
     if "circular" in lowered or "intersection" in lowered:
-        what = "The JSON schema joins schemas that lead back to themselves, or too many of them, by allOf or $ref."
-        return QuireError("grammar_too_complex", what, "Write the joined schema out, or leave a part of it out.")
+        what = "The JSON schema combines circular schemas, or too many schemas, with allOf or $ref."
+        return QuireError("grammar_too_complex", what, "Write the combined schema out, or leave a part of it out.")
     if any(word in lowered for word in _TOO_MUCH):
         return QuireError("grammar_too_complex", "The JSON schema is too complex.", "Use a simpler one.")
     what = "The JSON schema can't be enforced as a whole, though each of its keywords can."
@@ -115,7 +115,7 @@ def explain(complaint: str, code: str) -> QuireError:
     if any(word in line.lower() for word in _TOO_MUCH):
         return QuireError("grammar_too_complex", f"The grammar is too complex: {line}.", "Use a simpler one.")
     if code == "grammar_failed":
-        return QuireError(code, f"The output left its grammar: {line}.", "Please report it, with the schema.")
+        return QuireError(code, f"The output does not match its grammar: {line}.", "Please report it, with the schema.")
     return QuireError(code, f"The schema or grammar can't be used: {line}.", "Correct it, or leave that part out.")
 
 

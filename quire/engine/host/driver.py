@@ -176,6 +176,6 @@ def check_engine(engine: Engine, number: int = 0) -> IntegrityReport:
         problem = f"{type(error).__name__}: {error}"
     leaked = 0 if scheduler.requests or engine.num_inflight else scheduler.cache.ledger.num_unreachable()
     if leaked and problem is None:
-        problem = f"{leaked} units are held by nobody."
+        problem = f"{leaked} units have leaked: neither a request nor the prefix tree holds them."
     problem = None if problem is None else problem[:MAX_TEXT]
     return IntegrityReport(number, problem, len(scheduler.requests), leaked)

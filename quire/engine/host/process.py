@@ -132,7 +132,12 @@ class Channel:
                 return None
             payload = self._reader.open(frame)
             if payload is None:
-                self.send(wire.Fault("foreign_frame", f"A frame of {len(frame)} bytes was not ours and was dropped."))
+                self.send(
+                    wire.Fault(
+                        "foreign_frame",
+                        f"A frame of {len(frame)} bytes did not come from the HTTP process and was dropped.",
+                    )
+                )
                 continue
             return wire.decode_to_engine(payload)
 
@@ -170,7 +175,7 @@ class SocketMailbox:
             self._check_at = None
             problem = check_engine(self._engine).problem
             if problem is not None:
-                raise QuireError("check_failed", f"The engine's books do not balance: {problem}.")
+                raise QuireError("check_failed", f"The engine's integrity check failed: {problem.rstrip('.')}.")
 
     def _open(self, message: wire.ToEngine) -> list[Message]:
         if isinstance(message, wire.Submit):
@@ -181,7 +186,7 @@ class SocketMailbox:
             return [Stop()]
         if isinstance(message, wire.IntegrityCheck):
             return [message]
-        raise QuireError("bad_message", "The engine was told to start a second time.")
+        raise QuireError("bad_message", "The engine received a second start message.")
 
     def send(self, deltas: list[Delta]) -> None:
         for first in range(0, len(deltas), wire.MAX_BATCH):
@@ -249,9 +254,9 @@ def _receive_config(socket: Channel) -> tuple[Config, int]:
     socket.wait(START_SECONDS)
     message = socket.receive()
     if message is None:
-        raise QuireError("engine_failed", f"Nobody told the engine what to run within {START_SECONDS:.0f} s.")
+        raise QuireError("engine_failed", f"The engine received no start message within {START_SECONDS:.0f} s.")
     if not isinstance(message, wire.Start):
-        raise QuireError("bad_message", "The engine's first message was not the one that starts it.")
+        raise QuireError("bad_message", "The engine received another message before its start message.")
     return override_config(Config(), message.settings), message.engine_number
 
 

@@ -181,10 +181,10 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     try:
         payload = _encoder.encode(message)
     except UnicodeEncodeError:  # in a stop string or a pattern, since the prompt is token ids here
-        raise QuireError("invalid_text", "A text holds half a surrogate pair.", "Send valid Unicode.") from None
+        raise QuireError("invalid_text", "A text contains half a surrogate pair.", "Send valid Unicode.") from None
     if len(payload) > MAX_FRAME - _HEAD.size:
-        what = f"A message of {len(payload)} bytes is larger than the {MAX_FRAME} the engine takes."
-        raise QuireError("message_too_large", what, "Send fewer tokens, or ask for fewer logprobs.")
+        what = f"A message of {len(payload)} bytes exceeds the limit of {MAX_FRAME} bytes."
+        raise QuireError("message_too_large", what, "Send fewer tokens, or request fewer logprobs.")
     return payload
 
 
@@ -230,7 +230,7 @@ class FrameReader:
             return None
         _, version, number, checksum = _HEAD.unpack_from(frame)
         if version != VERSION:
-            what = f"The other process speaks version {version} of the wire format, this one version {VERSION}."
+            what = f"The other process uses version {version} of the wire format, this one version {VERSION}."
             raise QuireError("version_mismatch", what, "Run both from the same installation of Quire.")
         payload = frame[_HEAD.size :]
         if zlib.crc32(payload, number) != checksum:
@@ -239,7 +239,7 @@ class FrameReader:
         if number != expected:
             if (expected - number) % MAX_NUMBER < MAX_NUMBER // 2:
                 return None  # a repeated frame
-            what = f"Message {expected} between the processes is missing; {number} came instead."
+            what = f"Message {expected} between the processes is missing; message {number} arrived instead."
             raise QuireError("frames_lost", what)
         self._last = number
         return payload

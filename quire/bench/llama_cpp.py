@@ -213,9 +213,9 @@ class LlamaCppSide:
             batch.seq_id[i][0] = stream
         if self._api.llama_decode(self._context, batch):
             raise QuireError("failed", "llama.cpp could not compute a batch.")
-        asked = [i for i, entry in enumerate(entries) if entry[3]]
+        wanted = [i for i, entry in enumerate(entries) if entry[3]]
         shape = (self._vocab_size,)
-        return [np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, i), shape) for i in asked]
+        return [np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, i), shape) for i in wanted]
 
     def clear(self) -> None:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)

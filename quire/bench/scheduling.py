@@ -151,7 +151,7 @@ class SchedulerRig:
         self.engine = Engine(self.scheduler, StubDevice())
         self.plan_ns = 0
         self.commit_ns = 0
-        self.books_ns = 0  # part of commit_ns that runs after the step's deltas are sent
+        self.deferred_ns = 0  # part of commit_ns that runs after the step's deltas are sent
         self._num_added = 0
 
     def add(self, prompt: list[int], num_outputs: int) -> None:
@@ -171,7 +171,7 @@ class SchedulerRig:
         deltas = self.scheduler.commit(plan, output)
         committed = _cpu_ns()
         self.scheduler.deferred.flush()
-        self.books_ns += _cpu_ns() - committed
+        self.deferred_ns += _cpu_ns() - committed
         self.commit_ns += _cpu_ns() - ran
         self.plan_ns += planned - begin
         return sum(delta.finish_reason is not None for delta in deltas)
@@ -179,7 +179,7 @@ class SchedulerRig:
     def take_costs(self) -> tuple[float, float]:
         """Return the microseconds of plan and commit since the last call."""
         costs = self.plan_ns / 1e3, self.commit_ns / 1e3
-        self.plan_ns = self.commit_ns = self.books_ns = 0
+        self.plan_ns = self.commit_ns = self.deferred_ns = 0
         return costs
 
 
@@ -246,13 +246,13 @@ def prompt_costs(length: int, num_rounds: int) -> list[Report]:
                 rig.take_costs()
                 rig.add(list(tokens), 2)  # a copy, since a request appends to its prompt
                 rig.step()
-                books = rig.books_ns / 1e3
+                deferred = rig.deferred_ns / 1e3
                 plan, commit = rig.take_costs()
                 rig.step()  # the request ends
-                costs.setdefault((is_cached, has_room, size), []).append((plan, commit - books, books))
+                costs.setdefault((is_cached, has_room, size), []).append((plan, commit - deferred, deferred))
     found = []
     for (is_cached, has_room, size), taken in costs.items():
-        plan, commit, books = map(median, zip(*taken, strict=True))
+        plan, commit, deferred = map(median, zip(*taken, strict=True))
         found.append(
             {
                 "tokens": length,
@@ -261,7 +261,7 @@ def prompt_costs(length: int, num_rounds: int) -> list[Report]:
                 "page_tokens": size,
                 "plan_us": plan,
                 "commit_us": commit,
-                "books_us": books,
+                "books_us": deferred,
             }
         )
     return sorted(found, key=lambda cost: (cost["cached"], cost["evicts"], cost["page_tokens"]))

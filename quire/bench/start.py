@@ -88,9 +88,9 @@ def _first_word(command: list[str], env: dict[str, str]) -> float:
         assert process.stdout is not None
         word = process.stdout.read(1)
         took = time.monotonic() - start
-        _, told = process.communicate()
+        _, errors = process.communicate()
     if process.returncode or not word:
-        last = told.decode(errors="replace").strip().splitlines()[-1:] or ["it ended without output"]
+        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it ended without output"]
         raise QuireError("start_failed", f"`{' '.join(command[1:4])} …` failed: {last[0]}")
     return took
 
@@ -111,13 +111,13 @@ def _run(config: Config, prompt_len: int, caches: dict[str, str]) -> Report:
         text=True,
     )
     try:
-        told = json.loads(done.stdout.strip().splitlines()[-1])
+        result = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         raise QuireError(
             "start_failed",
             f"The process ended with code {done.returncode} before its first token.",
             "Its output is above.",
         ) from None
-    if "code" in told:
-        raise QuireError(told["code"], told["what"], told["hint"])
-    return told
+    if "code" in result:
+        raise QuireError(result["code"], result["what"], result["hint"])
+    return result

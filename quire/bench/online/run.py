@@ -232,8 +232,8 @@ def measure(records: Sequence[Record], output_lens: Sequence[int], targets: Targ
         "itl_s": percentiles(gaps),
         "without_usage": sum(record.answer.output_tokens is None for record in answered),
         "short_answers": sum(
-            _num_tokens(record) < asked
-            for record, asked in zip(records, output_lens, strict=True)
+            _num_tokens(record) < max_tokens
+            for record, max_tokens in zip(records, output_lens, strict=True)
             if record.outcome == OK and record.answer.output_tokens is not None
         ),
         "timeline": _timeline(records, wall),

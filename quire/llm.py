@@ -203,7 +203,7 @@ class LLM:
     def prepare(self) -> None:
         """Compiles kernels and captures graphs now instead of at first use. Optional."""
         with self._lock, HeldInterrupts() as interrupts:
-            while self._engine.do_chore():
+            while self._engine.run_warm_up():
                 interrupts.release()
             gc.collect()
             gc.freeze()  # these objects stay, so later collections skip them

@@ -162,8 +162,8 @@ class _TimedWorkers:
         self._steps.append((begin, _event()))
         return ticket
 
-    def chores(self) -> Iterator[None]:
-        return self._inner.chores()
+    def warm_ups(self) -> Iterator[None]:
+        return self._inner.warm_ups()
 
     def close(self) -> None:
         self._inner.close()

@@ -123,7 +123,7 @@ class StubDevice:
     def sample(self, forward: Plan, masks: Mapping[int, bytes] | None = None) -> StubTicket:
         return StubTicket(forward)
 
-    def chores(self) -> Iterator[None]:
+    def warm_ups(self) -> Iterator[None]:
         return iter(())
 
     def close(self) -> None:

@@ -67,8 +67,8 @@ class FaultyWorkers:
         ticket = self._inner.sample(forward, masks)
         return FailingTicket() if self._faults.take("wait") else FaultyTicket(ticket, self._faults)
 
-    def chores(self) -> Iterator[None]:
-        return self._inner.chores()
+    def warm_ups(self) -> Iterator[None]:
+        return self._inner.warm_ups()
 
     def close(self) -> None:
         self._inner.close()

@@ -54,8 +54,8 @@ class Engine:
         self._fill_masks = fill_masks or _fill_masks
         self._inflight: deque[tuple[Plan, Ticket, float]] = deque()  # with the start time of each
         self._bisection = Bisection()
-        self._chores: Iterator[None] | None = None
-        self.has_chores = True  # False once the workers have none left
+        self._warm_ups: Iterator[None] | None = None
+        self.has_warm_ups = True  # False once the workers have none left
         self._last_done = 0.0  # completion time of the last committed step
         self.states: StateMachine[LoopState] = StateMachine(LoopState.IDLE, LOOP_TRANSITIONS)
         self._faults: list[StepFault] = []
@@ -231,23 +231,23 @@ class Engine:
 
     def prepare(self) -> None:
         """Run all warm-up work now, for a slower start and faster first requests. Only while nothing runs."""
-        while self.do_chore():
+        while self.run_warm_up():
             pass
 
-    def do_chore(self) -> bool:
+    def run_warm_up(self) -> bool:
         """Run one piece of warm-up work. False if requests are open or no work is left."""
         if self.has_work:
             return False
-        if self._chores is None:
-            self._chores = self.workers.chores()
+        if self._warm_ups is None:
+            self._warm_ups = self.workers.warm_ups()
         try:
-            next(self._chores)
+            next(self._warm_ups)
         except StopIteration:
-            self.has_chores = False
+            self.has_warm_ups = False
         except BaseException:
-            self._chores = None  # a generator that raised yields nothing more
+            self._warm_ups = None  # a generator that raised yields nothing more
             raise
-        return self.has_chores
+        return self.has_warm_ups
 
     def close(self) -> None:
         self.workers.close()

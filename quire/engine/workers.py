@@ -29,7 +29,7 @@ class Workers(Protocol):
         """Sample from a forward pass. `masks`: plan index -> one bit per token id, set where the token is allowed."""
         ...
 
-    def chores(self) -> Iterator[None]:
+    def warm_ups(self) -> Iterator[None]:
         """Yield after each piece of warm-up work (a kernel to compile, a CUDA graph to capture), most useful first.
 
         The caller must advance the iterator only while no step is in flight.

@@ -53,13 +53,13 @@ class GuardedWorkers:
         with self._translated():
             return ticket.wait()
 
-    def chores(self) -> Iterator[None]:
-        """Yields the inner chores. A failed chore ends them with a warning: what it prepares is done on demand."""
-        chores = self._inner.chores()
+    def warm_ups(self) -> Iterator[None]:
+        """Yields the inner warm-ups. One that fails ends them with a warning: what it prepares is done on demand."""
+        warm_ups = self._inner.warm_ups()
         while True:
             try:
                 with self._translated():
-                    next(chores)
+                    next(warm_ups)
             except StopIteration:
                 return
             except DeviceLost:
@@ -76,7 +76,7 @@ class GuardedWorkers:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except StopIteration:  # ends `chores`
+        except StopIteration:  # ends `warm_ups`
             raise
         except Exception as error:
             if is_out_of_memory(error):

@@ -126,7 +126,7 @@ class Runner:
         self._rows.append(forward.rows, sampled.tokens)
         return StepTicket(forward, sampled, batch)
 
-    def chores(self) -> Iterator[None]:
+    def warm_ups(self) -> Iterator[None]:
         """Warm-up in small pieces, between steps: kernels of a single request first, then those of larger steps, then
         CUDA graphs."""
         if self._graphs is None:

@@ -111,7 +111,7 @@ def _load_engine(
 ) -> tuple[LoadedModel, Engine, MemoryPlan]:
     """Returns a loaded model with its engine.
 
-    If an earlier start left a note, its kernels are used without trials, provided that the engine's first chore runs:
+    If an earlier start left a note, its kernels are used without trials, provided that the engine's first warm-up runs:
     a kernel may have been damaged on disk since. If that fails, the note is deleted and the model is loaded again with
     trials.
     """
@@ -163,7 +163,7 @@ def _load_with(
         findings=findings,
         on_failure=forbid_note,
     )
-    engine.do_chore()  # runs what one request needs, so that the first one meets neither a compiler nor a broken kernel
+    engine.run_warm_up()  # for one request, so that the first one meets neither a compiler nor a broken kernel
     return loaded, engine, memory
 
 

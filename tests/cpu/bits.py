@@ -31,8 +31,8 @@ class Spy:
             self._seen[row.request_id, row.start + row.count] = forward.logits[index].clone()
         return self._inner.sample(forward, masks)
 
-    def chores(self) -> Iterator[None]:
-        return self._inner.chores()
+    def warm_ups(self) -> Iterator[None]:
+        return self._inner.warm_ups()
 
     def close(self) -> None: ...
 

@@ -87,8 +87,8 @@ class LateDevice:
             ticket = self._queue.pop(0)
             ticket.ticket = self._inner.sample(self._inner.forward(ticket.plan), ticket.masks)
 
-    def chores(self) -> Iterator[None]:
-        return self._inner.chores()
+    def warm_ups(self) -> Iterator[None]:
+        return self._inner.warm_ups()
 
     def close(self) -> None:
         self._inner.close()

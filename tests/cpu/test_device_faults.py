@@ -363,18 +363,18 @@ def test_a_chore_that_fails_is_said_and_left(tiny: Any) -> None:
     """Preparing is optional: what fails ahead of time does not keep the engine from serving."""
 
     class Inner:
-        def chores(self) -> Any:
+        def warm_ups(self) -> Any:
             yield
             raise no_memory()
 
     done = []
     with pytest.warns(UserWarning, match=r"could not be prepared ahead \(Memory ran out on cpu"):
-        for _ in GuardedWorkers(Inner(), CPU).chores():
+        for _ in GuardedWorkers(Inner(), CPU).warm_ups():
             done.append(1)
     assert done == [1]
     engine = make_engine(tiny)
     engine.prepare()
-    assert not engine.has_chores and outcome(engine, PROMPTS[:1])[1] == {}
+    assert not engine.has_warm_ups and outcome(engine, PROMPTS[:1])[1] == {}
 
 
 @pytest.mark.parametrize("page_tokens", [16, 64])

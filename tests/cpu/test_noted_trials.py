@@ -191,7 +191,7 @@ def one_request(runner: Runner) -> Iterator[None]:
 def test_a_start_that_fails_with_what_was_noted_tries_everything_and_serves(
     folder: Path, card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Runner, "chores", one_request)
+    monkeypatch.setattr(Runner, "warm_ups", one_request)
     tried, tokens = start(folder, card)
     assert start(folder, card) == ([], tokens) and len(card.notes()) == 1
     card.ops = replace(STAND_INS, paged_attention=fails)
@@ -210,7 +210,7 @@ def test_a_start_whose_first_step_fails_leaves_no_note(
         raise RuntimeError("not a kernel that was tried")
         yield
 
-    monkeypatch.setattr(Runner, "chores", fails_first)
+    monkeypatch.setattr(Runner, "warm_ups", fails_first)
     with pytest.warns(UserWarning, match="could not be prepared ahead"):
         tried, tokens = start(folder, card)
     assert tried and len(tokens) == 6 and card.notes() == []

@@ -43,7 +43,7 @@ class Parrot:
             time.sleep(self._pause)
         return plan
 
-    def chores(self) -> Iterator[None]:
+    def warm_ups(self) -> Iterator[None]:
         return iter(())
 
     def sample(self, forward: Plan, masks: Mapping[int, bytes] | None = None) -> _Done:

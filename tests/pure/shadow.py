@@ -101,7 +101,7 @@ class ShadowDevice:
             self.drain(forward)
         return forward
 
-    def chores(self) -> Iterator[None]:
+    def warm_ups(self) -> Iterator[None]:
         return iter(())
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class Simulated:
     def sample(self, forward: tuple[Plan, float], masks: Mapping[int, bytes] | None = None) -> _Ticket:
         return _Ticket(self, *forward)
 
-    def chores(self) -> Iterator[None]:
+    def warm_ups(self) -> Iterator[None]:
         return iter(())
 
     def close(self) -> None: ...

@@ -301,7 +301,7 @@ def test_a_suspect_that_comes_late_gets_a_row_though_all_are_taken() -> None:
 class Chores(ShadowDevice):
     """A device with things to do ahead; notes when each was done, and when a step was."""
 
-    def chores(self) -> Iterator[None]:
+    def warm_ups(self) -> Iterator[None]:
         for index in range(4):
             assert not self.queue, "only while no step is in flight"
             self.log.append(("chore", index))
@@ -324,13 +324,13 @@ def test_chores_are_done_in_idle_moments_and_never_before_a_request() -> None:
     first, last = kinds.index("forward"), len(kinds) - 1 - kinds[::-1].index("forward")
     assert kinds[:first] == ["chore"] * 2, "two idle turns before it came"
     assert "chore" not in kinds[first:last] and kinds[last + 1 :] == ["chore"] * 2, "the rest when it was done"
-    assert not engine.has_chores and not engine.do_chore()
+    assert not engine.has_warm_ups and not engine.run_warm_up()
 
 
 def test_prepare_does_all_chores_that_are_left() -> None:
     engine, device = with_chores()
-    assert engine.do_chore()
+    assert engine.run_warm_up()
     engine.prepare()
     assert [index for kind, index in device.log if kind == "chore"] == [0, 1, 2, 3]
     engine.add(request("a"))
-    assert not engine.do_chore(), "not now"
+    assert not engine.run_warm_up(), "not now"

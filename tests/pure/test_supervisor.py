@@ -507,7 +507,7 @@ def test_the_flight_record_names_who_is_in_a_step_and_nobody_else(tmp_path: Path
         def sample(self, forward: Plan, masks: Any = None) -> Ticket:
             return Ticket()
 
-        def chores(self) -> Iterator[None]:
+        def warm_ups(self) -> Iterator[None]:
             return iter(())
 
         def close(self) -> None: ...

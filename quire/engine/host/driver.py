@@ -70,7 +70,7 @@ class EngineDriver:
                 elif self._grammars is not None and len(self._grammars):
                     self._grammars.wait(GRAMMAR_WAIT_SECONDS)
                 else:
-                    self._engine.do_chore()  # warm-up work, while no request waits
+                    self._engine.run_warm_up()  # warm-up work, while no request waits
             self._cancel_all()
         except BaseException as error:
             self.failure = _failure(error)
@@ -88,7 +88,7 @@ class EngineDriver:
 
     def _accept(self) -> bool:
         """Handle the messages that have arrived, waiting only if there is no work left. False: stop."""
-        has_something = self._engine.has_work or self._num_compiling or self._engine.has_chores
+        has_something = self._engine.has_work or self._num_compiling or self._engine.has_warm_ups
         for message in self._mailbox.receive(block=not has_something):
             if isinstance(message, Stop):
                 return False

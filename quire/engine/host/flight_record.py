@@ -89,8 +89,8 @@ class RecordedWorkers:
         self._in_flight.take_committed(plan.step)
         self._write()
 
-    def chores(self) -> Iterator[None]:
-        return self._inner.chores()
+    def warm_ups(self) -> Iterator[None]:
+        return self._inner.warm_ups()
 
     def close(self) -> None:
         self._inner.close()

@@ -1,7 +1,7 @@
-"""Channels: a model's text as it streams becomes text, reasoning and tool calls, the same for every API.
+"""Channels: splits a model's streamed text into text, reasoning and tool calls, the same for every API.
 
-`make_channel_parser` makes the state machine of one sample, `choose_format` and `choose_reasoning` read a chat template
-for what its model speaks, `tool_grammar` turns `tool_choice` into a grammar the engine enforces.
+`make_channel_parser` makes the state machine of one sample. `choose_format` and `choose_reasoning` read a model's
+formats from its chat template. `tool_grammar` turns `tool_choice` into a grammar that the engine enforces.
 """
 
 from quire.text.channels.choose import choose_format

@@ -1,10 +1,9 @@
-"""A tool call written as a JSON object, `{"name": …, "arguments": {…}}`, or as a name and then arguments, read while it
-arrives.
+"""Reads a tool call written as a JSON object, `{"name": …, "arguments": {…}}`, or as a name followed by arguments.
 
-The JSON-based formats share this. Until a call is certain its text is kept back, and given back as text if it turns out
-to be none; from then on the arguments go out as they come. A call that breaks off later is ended where it broke, and
-what follows is text again: whatever the model wrote shows up somewhere. Only where the text was cut in mid-course
-(`Source.cut`) the beginning of a call is no text: with its name it is a call that is not whole, without it is dropped.
+The JSON-based formats share this incremental reader. The text of a possible call is held back until the call is
+certain, and is emitted as text if it is no call; once certain, arguments are streamed. A call that breaks off later
+ends there, and what follows is text again, so that no output is lost. Where the text was cut (`Source.cut`), the
+beginning of a call is never text: with a name it is an incomplete call, without one it is dropped.
 """
 
 from __future__ import annotations
@@ -16,26 +15,27 @@ from dataclasses import dataclass, field
 from quire.text.channels.source import MAX_HELD, MAX_NAME, JsonSpan, Reading, Source
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-IDLE_KEYS = ("id", "type")  # may stand in a call and say nothing we need
+IDLE_KEYS = ("id", "type")  # allowed in a call and ignored
 _SCALAR = re.compile(r"[0-9a-zA-Z+.\-]")
 
 
 @dataclass(slots=True)
 class _Call:
     name: str | None = None
-    arguments: str | None = None  # came before the name, or as a string
+    arguments: str | None = None  # arguments that preceded the name or were written as a string
     is_started: bool = False
-    is_whole: bool = False  # the arguments came to their end
-    names: Collection[str] | None = None  # only these; None: any
+    is_whole: bool = False  # the arguments are complete
+    names: Collection[str] | None = None  # names that make a call; None: any name
     is_marked: bool = True
     keys: set[str] = field(default_factory=set)
 
 
 def read_call(source: Source, *, names: Collection[str] | None = None, is_marked: bool = True) -> Reading[bool]:
-    """Read a call from its opening brace; `source.keep` was called before. False: it was none, and is text now.
+    """Read a call from its opening brace, after `source.keep`. Returns False if it was no call; it is then emitted as
+    text.
 
-    Where no marker announced it (`is_marked` is false), only an object with nothing but a call's own keys, a name out
-    of `names` and arguments is one; so ordinary JSON is known as text by its first key.
+    Without a marker (`is_marked` is false) only an object with a call's own keys, a name in `names` and arguments is a
+    call. Ordinary JSON is thus recognised as text at its first key.
     """
     call = _Call(names=names, is_marked=is_marked)
     source.take_char()
@@ -59,8 +59,8 @@ def read_call(source: Source, *, names: Collection[str] | None = None, is_marked
 
 
 def read_arguments(source: Source, name: str, *, is_named: bool) -> Reading[bool]:
-    """A call's arguments where its name came before them, from their opening brace. False: it was none, and is text.
-    `is_named`: what followed the name shows that it is whole, even if the text breaks off before the arguments."""
+    """Read the arguments of a call whose name preceded them, from their opening brace. Returns False if it was no call;
+    it is then emitted as text. `is_named`: the name is complete, even if the text ends before the arguments."""
     if not name or not ((yield from source.next_is("{")) or (is_named and source.broke_off)):
         source.give_back()
         return False
@@ -72,8 +72,9 @@ def read_arguments(source: Source, name: str, *, is_named: bool) -> Reading[bool
 
 
 def read_separator(source: Source) -> Reading[bool]:
-    """What models write between two calls in JSON: a comma or a semicolon, with white space around it. It is framing
-    if a call follows, or the text is cut. True: an opening brace follows; then `source.keep` was called before."""
+    """Read the separator between two JSON calls: a comma or semicolon with white space around it. It is dropped if a
+    call follows or the text is cut. Returns True if an opening brace follows, with the separator held by
+    `source.keep`."""
     source.keep("")
     yield from source.spaces()
     yield from source.match(",", ";")
@@ -82,7 +83,7 @@ def read_separator(source: Source) -> Reading[bool]:
 
 
 def read_calls(source: Source, *, names: Collection[str] | None = None, is_marked: bool = True) -> Reading[bool]:
-    """The same for a list of calls, from its opening bracket. True if there was at least one."""
+    """Read a list of calls from its opening bracket. Returns True if it held at least one call."""
     source.take_char()
     any_call = False
     while True:
@@ -106,7 +107,7 @@ def read_calls(source: Source, *, names: Collection[str] | None = None, is_marke
 
 
 def _read_members(source: Source, call: _Call) -> Reading[bool]:
-    """The members up to and with the closing brace. False: broken off."""
+    """Read the members and the closing brace. Returns False if the object is broken."""
     while True:
         yield from source.spaces()
         if (yield from source.match("}")):
@@ -167,7 +168,7 @@ def _read_arguments(source: Source, call: _Call) -> Reading[bool]:
         is_whole = yield from source.span(JsonSpan(), pieces.append)
         call.arguments = "".join(pieces)
         return is_whole
-    if (yield from source.next_is('"')):  # some models write the object as a string
+    if (yield from source.next_is('"')):  # some models write the arguments object as a string
         text = yield from source.string(partial=True)
         if text is None or text.strip()[:1] not in ("", "{"):
             return False

@@ -1,4 +1,4 @@
-"""Which tool-call format a model speaks, read off its chat template, so that nobody needs a flag for it."""
+"""Chooses a model's tool-call format from its chat template, so that no flag is needed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from quire.text.channels.formats import FORMATS
 
 
 def choose_format(template_source: str) -> str | None:
-    """The name of the format a chat template teaches, or None where it teaches none that we know. `json` is never
-    chosen: it is what to fall back to when a model without a format is given tools all the same."""
+    """The name of the format that a chat template teaches, or None if it teaches no known one. Never returns `json`,
+    which is the caller's fallback for models without a format."""
     for name, found in FORMATS.items():
         if found.matches(template_source):
             return name

@@ -1,6 +1,6 @@
-"""What a channel parser says about a model's output: text, reasoning, and tool calls, in the order they were written.
+"""Events of a channel parser: text, reasoning and tool calls, in the order in which the model wrote them.
 
-Every front end consumes these events and nothing else; `merge` is for whoever wants the whole instead of the stream.
+Front ends consume only these events. `merge` joins neighbouring deltas for callers that do not stream.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool the model may call. `parameters` is the JSON schema of its arguments."""
+    """A tool that the model may call. `parameters` is the JSON schema of its arguments."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    strict: bool = False  # the arguments must follow the schema, enforced by grammar
+    strict: bool = False  # a grammar enforces the schema of the arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,20 @@ class ToolCallStart:
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     index: int
-    arguments: str  # raw JSON text as it arrives; joined, the arguments of the call
+    arguments: str  # raw JSON text; all deltas joined are the call's arguments
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
     index: int
-    is_whole: bool = True  # false: the arguments break off
+    is_whole: bool = True  # false: the arguments are incomplete
 
 
 Event = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
 
 
 class EventLog:
-    """Events of the chunk at hand. Neighbouring deltas of one kind become one, so a chunk gives few events."""
+    """Collects the events of the current chunk. Neighbouring deltas of one kind are joined, so events stay few."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -70,7 +70,7 @@ class EventLog:
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the call that was started last."""
+        """Append to the arguments of the call that started last."""
         if text:
             self._add(ToolCallDelta(self.num_calls - 1, text))
 
@@ -90,7 +90,7 @@ class EventLog:
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """The same events with neighbouring deltas of one kind joined: how a text was cut into chunks no longer shows."""
+    """The events with neighbouring deltas of one kind joined, independent of how the text was chunked."""
     log = EventLog()
     for event in events:
         log._add(event)

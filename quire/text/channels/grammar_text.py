@@ -1,6 +1,6 @@
-"""Writes grammars in the Lark dialect of the grammar engine: what a tool call of a format must look like.
+"""Writes the grammar of tool calls in the Lark dialect of the grammar engine.
 
-The formats describe one call with it, `tool_grammar` puts the whole together. It is text only: the engine compiles it.
+Each format describes one call with it, and `tool_grammar` builds the complete grammar. The engine compiles the text.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from quire.text.channels.events import ToolSpec
 from quire.text.schema import normalise
 from quire.types import GrammarSpec, QuireError
 
-TokenIdOf = Callable[[str], int | None]  # the id of a special token written like this, if the model has one
+TokenIdOf = Callable[[str], int | None]  # maps a text to the special token that is spelled so, or None
 ANY_TEXT = r"/(?s:.*)/"
-BOUNDED_SPACE = r"[ \n\t]{0,24}"  # between JSON's parts: a small model would else write it until its tokens run out
+BOUNDED_SPACE = r"[ \n\t]{0,24}"  # between JSON tokens; bounded because small models may emit white space for ever
 
 
 class GrammarText:
     def __init__(self, special_id: TokenIdOf):
         self._special_id = special_id
         self._rules: list[str] = []
-        self.warnings: list[str] = []  # what of the schemas is left out
+        self.warnings: list[str] = []  # schema keywords that are not enforced
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """Give an expression a name, which is returned."""
+        """Add a rule for an expression and return its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
     def marker(self, text: str) -> str:
-        """A format's marker: the special token where the model has it as one, else its characters."""
+        """A marker of the format: the special token if the model has one for it, else its characters."""
         token_id = self._special_id(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 
@@ -39,8 +39,8 @@ class GrammarText:
         return self._special_id(text) is not None
 
     def json(self, schema: Mapping[str, Any], *, strict: bool, of: str = "") -> str:
-        """A JSON value. Where it need not be strict, keywords that can't be enforced are left out, not refused. `of`:
-        what the schema belongs to, for messages."""
+        """A rule for a JSON value of this schema. Unless `strict`, keywords that can't be enforced are left out instead
+        of refused. `of` prefixes messages about the schema."""
         try:
             normal = normalise(schema, strict=strict)
         except QuireError as error:
@@ -49,7 +49,7 @@ class GrammarText:
         return self.rule("%json " + json.dumps({**normal.schema, "x-guidance": {"whitespace_pattern": BOUNDED_SPACE}}))
 
     def answer(self, spec: GrammarSpec) -> str:
-        """An answer of any kind but `ebnf`, as one rule."""
+        """A rule for an answer of any kind except `ebnf`."""
         if spec.kind in ("json_object", "json_schema"):
             return self.json(schema_of(spec), strict=spec.strict)
         if spec.kind == "choice":
@@ -57,7 +57,7 @@ class GrammarText:
         return self.rule("/" + spec.value.replace("/", "\\/") + "/")
 
     def json_call(self, tool: ToolSpec, key: str) -> str:
-        """`{"name": …, <key>: {…}}`, spaced as the templates do."""
+        """A rule body for `{"name": …, <key>: {…}}`, with the spaces that chat templates write."""
         begin = "{" + f'"name": {json.dumps(tool.name)}, {json.dumps(key)}: '
         return f'{literal(begin)} {self.arguments(tool)} "}}"'
 
@@ -74,7 +74,7 @@ def owner(tool: ToolSpec) -> str:
 
 
 def schema_of(spec: GrammarSpec) -> dict[str, Any]:
-    """Of an answer in JSON."""
+    """The JSON schema of an answer in JSON."""
     if spec.kind == "json_object":
         return {"type": "object"}
     try:
@@ -86,7 +86,7 @@ def schema_of(spec: GrammarSpec) -> dict[str, Any]:
 
 
 def call_schema(tool: ToolSpec, key: str) -> dict[str, Any]:
-    """A call as a JSON schema of its own."""
+    """The JSON schema of one call."""
     properties = {"name": {"const": tool.name}, key: {"type": "object", **tool.parameters}}
     return {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
 

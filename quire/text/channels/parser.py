@@ -1,16 +1,16 @@
-"""The one state machine between a model's text and its channels: reasoning first, then text and tool calls.
+"""The state machine that splits a model's text into channels: reasoning first, then text and tool calls.
 
-Front ends hold one `ChannelParser` per sample, push the text of each chunk and pass the events on. Every chunking of a
-text gives the same events once neighbouring deltas are merged. What the rules are:
+Front ends hold one `ChannelParser` per sample, push the text of each chunk and forward the events. Once neighbouring
+deltas are merged, the events do not depend on how the text was chunked. The rules:
 
-- Reasoning stands at the beginning, between its markers, or up to the closing one if the prompt opened it already.
-  White space around it is framing and dropped. Reasoning that is never closed is all there is.
-- White space next to a tool call is framing and dropped; all other text comes out as it was written.
-- What looks like a call and is none is text. A call whose arguments break off is ended there, and the rest is text. A
-  call that was never certain when the text ended is text; one that was is ended, its arguments as far as they came.
-- A text that was cut (out of tokens, or by a stop string) may have been about to become a call: what stands behind a
-  marker is then a call that is not whole if its name is known, and else dropped, as is a part of a marker itself.
-- Only what may still become a marker (or a call, for at most MAX_HELD characters) is kept back.
+- Reasoning comes first, between its markers, or up to the closing marker if the prompt contains the opening one. White
+  space around it is dropped. If it is never closed, the whole output is reasoning.
+- White space next to a tool call is dropped; all other text is emitted unchanged.
+- Text that only resembles a call is text. A call whose arguments break off ends there, and the rest is text. At the end
+  of the output, a call that is not yet certain is text; a certain one is ended with the arguments so far.
+- Output that was cut (token limit or stop string) may end inside a call: after a marker it is an incomplete call if the
+  name is known, and is dropped otherwise, as is a partial marker.
+- Only text that may still become a marker (or a call, up to MAX_HELD characters) is held back.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class ChannelParser:
         next(self._reading, None)
 
     def push(self, text: str) -> list[Event]:
-        """The events this text makes certain."""
+        """The events that are certain after this text."""
         if text and not self._source.closed:
             self._source.feed(text)
             next(self._reading, None)
         return self._log.take()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """The text has ended: what was kept back, and the end of a call that was open. `cut`: it was stopped in
-        mid-course, and the model would have written more."""
+        """The remaining events at the end of the text. `cut`: a token limit or a stop string ended it, and the model
+        would have written more."""
         if not self._source.closed:
             self._source.closed, self._source.cut = True, cut
             next(self._reading, None)
         events = self._log.take()
-        if cut and self._must_call:  # what was kept back is the beginning of a call, even without a marker
+        if cut and self._must_call:  # text held back is the beginning of a call, even without a marker
             events = [event for event in events if not isinstance(event, TextDelta)]
         return events
 
@@ -75,7 +75,7 @@ class ChannelParser:
         source = self._source
         source.keep("", may_be_text=True)
         yield from source.spaces()
-        is_opened = bool((yield from source.match(style.open)))  # some write it although the prompt did
+        is_opened = bool((yield from source.match(style.open)))  # some models repeat the marker that ends the prompt
         if not is_opened and not self._reasoning_open:
             source.give_back()
             return
@@ -93,9 +93,9 @@ def make_channel_parser(
     tools: Sequence[ToolSpec] = (),
     must_call: bool = False,
 ) -> ChannelParser:
-    """A parser for one sample. `format_name` is one of `FORMATS`, or None or "none" where no calls are looked for (a
-    request without tools, or with `tool_choice` none); `reasoning` true means `<think>`. `reasoning_open`: the prompt
-    ended with the opening marker already (see `opens_reasoning`). `must_call`: a grammar makes the answer calls."""
+    """A parser for one sample. `format_name` is one of `FORMATS`, or None or "none" for requests without tools or with
+    `tool_choice` none; `reasoning` true means `<think>`. `reasoning_open`: the prompt ends with the opening marker (see
+    `opens_reasoning`). `must_call`: a grammar restricts the answer to calls."""
     style = THINK if reasoning is True else (reasoning or None)
     if format_name is None or format_name == "none":
         return ChannelParser(None, style, reasoning_open=reasoning_open)

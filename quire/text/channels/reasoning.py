@@ -1,4 +1,4 @@
-"""How models mark their reasoning: the pairs of markers we know, and which one a chat template teaches."""
+"""Markers of reasoning: the known pairs, and the choice of one by a model's chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STYLES = (
 
 
 def choose_reasoning(template_source: str) -> ReasoningStyle | None:
-    """The markers a chat template teaches its model, read off the template's source; None: it teaches none."""
+    """The markers in a chat template's source, or None if it has none."""
     for style in STYLES:
         if style.close in template_source:
             return style
@@ -31,10 +31,10 @@ def choose_reasoning(template_source: str) -> ReasoningStyle | None:
 
 
 def opens_reasoning(prompt: str, style: ReasoningStyle | None) -> bool:
-    """Did the prompt already open the reasoning, so that the model starts inside it?"""
+    """Whether the prompt ends with the opening marker, so that the output starts inside reasoning."""
     return style is not None and prompt.rstrip().endswith(style.open)
 
 
 def closes_reasoning(prompt: str, style: ReasoningStyle | None) -> bool:
-    """Did the prompt already open and close the reasoning, so that the model answers without any?"""
+    """Whether the prompt ends with closed reasoning, so that the output has none."""
     return style is not None and prompt.rstrip().endswith(style.close)

@@ -1,7 +1,7 @@
-"""Text that arrives in chunks, read as if it were all there: the base every format's parser stands on.
+"""A reader over text that arrives in chunks; the parsers of all formats are written on it.
 
-A parser is a generator that yields whenever it needs more text. It looks at the text only through the reads here, and
-each of them decides by characters, never by where a chunk ended; so every chunking gives the same parse.
+A parser is a generator that yields whenever it needs more text. It reads only through the methods here, whose results
+depend on characters and never on chunk boundaries; so the parse does not depend on the chunking.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from quire.text.channels.events import EventLog
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
-MAX_SPACES = 1024  # white space kept back in the hope of a marker
+MAX_SPACES = 1024  # characters of white space held back because a marker may follow
 MAX_NAME = 256  # characters of a tool's or parameter's name
-MAX_HELD = 16384  # characters kept back of a call that is not certain yet
+MAX_HELD = 16384  # characters held back of a call that is not certain yet
 _STRING_BREAK = re.compile(r'["\\]')
 _OPEN_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?$")
 _NOT_SPACE = re.compile(r"\S")
@@ -27,13 +27,13 @@ _NOT_SPACE = re.compile(r"\S")
 class Source:
     def __init__(self, log: EventLog):
         self.log = log
-        self.closed = False  # no more text will come
-        self.cut = False  # the text was stopped in mid-course: whatever is incomplete may have become a call
+        self.closed = False  # the text is complete
+        self.cut = False  # a token limit or stop string ended the text: an incomplete part may have become a call
         self._text = ""
         self._at = 0
-        self._kept: list[str] | None = None  # what was read since `keep`, to give it back as text if need be
+        self._kept: list[str] | None = None  # text read since `keep`, emitted as text by `give_back`
         self.kept_len = 0
-        self._may_be_text = False  # what is kept: no marker has announced a call
+        self._may_be_text = False  # no marker has announced a call in the kept text
 
     def feed(self, text: str) -> None:
         self._text = self._text[self._at :] + text
@@ -41,13 +41,13 @@ class Source:
 
     @property
     def broke_off(self) -> bool:
-        """Has all text been read, and was it stopped in mid-course?"""
+        """Whether all text has been read and it was cut."""
         return self.closed and self.cut and self._at >= len(self._text)
 
     # -- reading
 
     def more(self) -> Reading[bool]:
-        """Is there a next character? Waits until that is known."""
+        """Whether there is a next character. Waits until that is known."""
         while self._at >= len(self._text):
             if self.closed:
                 return False
@@ -55,7 +55,7 @@ class Source:
         return True
 
     def next_is(self, characters: str) -> Reading[bool]:
-        """Is the next character one of these?"""
+        """Whether the next character is one of these."""
         there = yield from self.more()
         return there and self._text[self._at] in characters
 
@@ -71,8 +71,8 @@ class Source:
         return self.take_to(self._at + 1)
 
     def match(self, *literals: str) -> Reading[str]:
-        """Read one of these if it stands here, else read nothing. None of them may be the start of another. Where the
-        text was cut, a beginning of one that ends it is dropped."""
+        """Read one of these literals if it comes next, else nothing. No literal may be a prefix of another. If the text
+        was cut and ends with a prefix of one, that prefix is dropped."""
         while True:
             at, text = self._at, self._text
             for literal in literals:
@@ -87,7 +87,7 @@ class Source:
             yield
 
     def spaces(self) -> Reading[str]:
-        """All white space up to the next other character; at most MAX_SPACES of it."""
+        """Read white space, at most MAX_SPACES characters."""
         found = ""
         while len(found) < MAX_SPACES and (yield from self.more()):
             other = _NOT_SPACE.search(self._text, self._at)
@@ -98,15 +98,15 @@ class Source:
         return found
 
     def word(self, pattern: re.Pattern[str], limit: int = MAX_NAME) -> Reading[str]:
-        """Characters of one class, at most `limit`."""
+        """Read characters of one class, at most `limit`."""
         found = ""
         while len(found) < limit and (yield from self.more()) and pattern.match(self._text[self._at]):
             found += self.take_char()
         return found
 
     def string(self, limit: int = MAX_HELD, *, partial: bool = False) -> Reading[str | None]:
-        """A JSON string, decoded; None if it is none, or longer than `limit`. Starts at its opening quote. `partial`:
-        of one that the text's cut leaves open, what there is."""
+        """Read a JSON string from its opening quote and return it decoded; None if it is invalid or longer than
+        `limit`. `partial`: return the available part of a string that the cut left open."""
         raw = self.take_char()
         escaped = False
         while (yield from self.more()):
@@ -124,8 +124,8 @@ class Source:
         return _unclosed_string(raw) if partial and self.broke_off else None
 
     def span(self, scan: JsonSpan, emit: Callable[[str], Any] | None) -> Reading[bool]:
-        """A JSON object or list from its bracket to the matching one, passed on as it arrives. False: it broke off,
-        or, while it is kept back, grew beyond MAX_HELD."""
+        """Read a JSON object or list to its closing bracket and emit it as it arrives. Returns False if it is broken,
+        or exceeds MAX_HELD while it is held back."""
         while not scan.done and (yield from self.more()):
             room = len(self._text) if self._kept is None else self._at + MAX_HELD - self.kept_len
             end = scan.feed(self._text, self._at, min(room, len(self._text)))
@@ -137,12 +137,13 @@ class Source:
         return scan.done
 
     def rest(self, emit: Callable[[str], Any]) -> Reading[None]:
-        """Everything that is still to come, as it comes."""
+        """Emit all remaining text as it arrives."""
         while (yield from self.more()):
             emit(self.take_to(len(self._text)))
 
     def until(self, marker: str, limit: int) -> Reading[tuple[str, bool]]:
-        """Text up to a marker, which is read too, and whether it was found; at most `limit` characters of text."""
+        """Read text up to and including a marker, at most `limit` characters. Returns the text and whether the marker
+        was found."""
         found = ""
         while len(found) < limit and (yield from self.more()):
             start = self._text.find(marker[0], self._at)
@@ -158,11 +159,10 @@ class Source:
         return found, False
 
     def plain(self, emit: Callable[[str], Any], markers: tuple[str, ...]) -> Reading[tuple[str, str]]:
-        """Pass text on up to one of the markers. Returns the white space before it, which is not passed on, and the
-        marker; both are read. At the end of all text the marker is empty, and everything has been passed on.
+        """Emit text up to one of the markers. Returns the white space before the marker, which is not emitted, and the
+        marker. At the end of the text the marker is empty and everything has been emitted.
 
-        White space is kept back because a marker may follow, and a marker's beginning because the rest may; all else
-        goes out at once.
+        Only white space and prefixes of a marker are held back, because a marker may follow.
         """
         firsts = re.compile("[" + re.escape("".join({marker[0] for marker in markers})) + "]")
         held = ""
@@ -188,35 +188,35 @@ class Source:
         emit(held)
         return "", ""
 
-    # -- what is not certain yet
+    # -- text that is not certain yet
 
     def keep(self, already_read: str, *, may_be_text: bool = False) -> None:
-        """From here on what is read may turn out to be plain text: remember it, and this that was just read. Where the
-        text is cut before that is known, it is dropped, unless it `may_be_text` since no marker announced a call."""
+        """Start to record what is read, beginning with `already_read`, because it may be plain text. If the text is cut
+        before that is known, the record is dropped, unless it `may_be_text` because no marker announced a call."""
         self._kept = [already_read]
         self._may_be_text = may_be_text
         self.kept_len = len(already_read)
 
     def settle(self) -> None:
-        """It is certain: nothing needs to be given back."""
+        """Drop the record: what was read is certainly not text."""
         self._kept = None
         self.kept_len = 0
 
     def give_back(self) -> None:
-        """It was plain text after all: out with it. Reading goes on where it is, so nothing is read twice."""
+        """Emit the record as plain text. Reading continues at the same position, so nothing is read twice."""
         if self._kept is not None and (self._may_be_text or not self.broke_off):
             self.log.text("".join(self._kept))
         self.settle()
 
     def give_back_unless_blank(self) -> None:
-        """The same after a call, where white space is only framing."""
+        """Emit the record as plain text unless it is white space only, which is dropped after a call."""
         if self._kept is not None and not "".join(self._kept).strip():
             self.settle()
         self.give_back()
 
 
 def _unclosed_string(raw: str) -> str | None:
-    """What an open JSON string holds, without an escape that is not whole."""
+    """The content of an unclosed JSON string, without an incomplete escape; None if it is invalid."""
     try:
         return str(json.loads(_OPEN_ESCAPE.sub(r"\1", raw) + '"', strict=False))
     except ValueError:
@@ -224,11 +224,11 @@ def _unclosed_string(raw: str) -> str | None:
 
 
 class JsonSpan:
-    """Finds the end of a JSON object or list. Brackets and strings are followed, and whatever can't stand in JSON
-    outside a string breaks it off; the finer grammar is left to whoever loads it."""
+    """Finds the end of a JSON object or list. It tracks brackets and strings, and stops at characters that JSON does
+    not allow outside strings. It does not validate further."""
 
     MAX_DEPTH = 512
-    _OUTSIDE = re.compile(r"[^\s:,0-9+\-.a-zA-Z]")  # brackets, quotes, and what does not belong
+    _OUTSIDE = re.compile(r"[^\s:,0-9+\-.a-zA-Z]")  # brackets, quotes, and invalid characters
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -238,7 +238,7 @@ class JsonSpan:
         self.done = False
 
     def feed(self, text: str, at: int, stop: int) -> int:
-        """How far the value reaches in this text, read from `at` to `stop`. No progress means that it is broken."""
+        """The end of the value's part in `text[at:stop]`. A result equal to `at` means that the value is broken."""
         while at < stop and not self._broken:
             if self._in_string:
                 if self._escaped:

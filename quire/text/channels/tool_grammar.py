@@ -1,7 +1,7 @@
-"""Turns `tool_choice` into a grammar: a call that is required, named or strict is enforced, not hoped for.
+"""Turns `tool_choice` into a grammar, so that required, named and strict calls are enforced.
 
-Front ends ask for it once per request and send the `GrammarSpec` along; the engine compiles it. It is written in the
-Lark dialect of the grammar engine, in the very format the model's parser reads.
+Front ends build it once per request and send the `GrammarSpec` to the engine, which compiles it. It is written in the
+Lark dialect of the grammar engine, in the format that the model's channel parser reads.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ def tool_grammar(
     leads: bool = False,
     answer: GrammarSpec | None = None,
 ) -> GrammarSpec | None:
-    """The grammar for `choice`: "auto", "required", "none", or a tool's name. None: there is nothing to enforce.
+    """The grammar for `choice`: "auto", "required", "none", or a tool's name. Returns None if nothing is enforced.
 
-    `special_id` says which markers are special tokens of the model, and their ids (see `Tokenizer.is_special`):
-    such a marker is written as that token and nothing else. `leads`: reasoning may stand before, so white space may
-    lead. With "auto" strict tools make a grammar: text stays free,
-    and what follows the format's trigger must be a call. So does an `answer` that is bound itself: then the output is
-    either calls or such an answer.
+    `special_id` maps a marker to its special token (see `Tokenizer.is_special`); such a marker is written as that token
+    only. `leads`: reasoning may precede, so leading white space is allowed. With "auto", strict tools give a grammar in
+    which text is free and the format's trigger must begin a call. With a constrained `answer`, the output is either
+    calls or such an answer.
     """
     is_bound = answer is not None and _can_join(FORMATS[format_name], tools, answer)
     if choice == "none" or (choice == "auto" and not is_bound and not any(tool.strict for tool in tools)):
@@ -64,8 +63,8 @@ def tool_grammar(
 
 
 def _can_join(tool_format: ToolFormat, tools: Sequence[ToolSpec], answer: GrammarSpec) -> bool:
-    """Can calls and this answer stand in one grammar? Not a grammar of its own, nor, where they have to be one JSON
-    schema, schemas that refer to their own root."""
+    """Whether calls and this answer fit into one grammar. An EBNF answer does not; nor do schemas with references where
+    calls and answer become one JSON schema."""
     if answer.kind == "ebnf":
         return False
     texts = [answer.value, *(json.dumps(dict(tool.parameters)) for tool in tools)]
@@ -75,10 +74,11 @@ def _can_join(tool_format: ToolFormat, tools: Sequence[ToolSpec], answer: Gramma
 def _call_or(
     text: GrammarText, tool_format: ToolFormat, tools: Sequence[ToolSpec], calls: str, answer: GrammarSpec
 ) -> str:
-    """Calls, or an answer of that kind."""
+    """The grammar of calls or an answer of that kind."""
     if not tool_format.plain_key or answer.kind not in ("json_object", "json_schema"):
         return f"({text.rule(calls)} | {text.answer(answer)})"
-    # Both are JSON, and the grammar engine's lexer would decide for one of them at the first brace: so they are one.
+    # Both are JSON, and the grammar engine's lexer would commit to one of them at the first brace, so they share a
+    # schema.
     return text.json(
         {"anyOf": [*(call_schema(tool, tool_format.plain_key) for tool in tools), schema_of(answer)]},
         strict=answer.strict and all(tool.strict for tool in tools),
@@ -86,8 +86,8 @@ def _call_or(
 
 
 def _free(text: GrammarText, tool_format: ToolFormat, after_trigger: str, parallel: bool) -> str:
-    """Any text; a call wherever the trigger stands."""
-    if not tool_format.trigger:  # a call is known by its first character
+    """The grammar of free text with a call wherever the trigger occurs."""
+    if not tool_format.trigger:  # the first character decides between call and text
         no_call = text.rule(r"/([^{\[](?s:.*))?/")
         return f"{no_call} | {after_trigger}"
     if text.is_special(tool_format.trigger):

@@ -1,4 +1,4 @@
-"""The tool-call formats, by name. A new one is a file here and a line in `FORMATS`."""
+"""The tool-call formats by name. A new format is a file in this folder and a line in `_ALL`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.text.channels.formats.mistral import Mistral
 from quire.text.channels.formats.qwen3_coder import Qwen3Coder
 from quire.text.channels.formats.seam import ToolFormat
 
-# In the order in which a template is asked: the more particular before the more general.
+# In the order in which templates are matched: specific formats before general ones.
 _ALL: tuple[ToolFormat, ...] = (
     Qwen3Coder(),
     Hermes(),

@@ -1,7 +1,7 @@
-"""Bare JSON: the whole answer is `{"name": …, "arguments": {…}}`, or a list of such, with no marker around it.
+"""Bare JSON: the whole answer is `{"name": …, "arguments": {…}}`, or a list of such objects, without a marker.
 
-Only a name among the request's tools makes it a call; any other JSON is an answer. For models whose template names no
-format we know.
+Only the name of one of the request's tools makes an object a call; other JSON is an answer. It is the fallback for
+models whose template teaches no known format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class BareJson:
     repeats = False
 
     def matches(self, template: str) -> bool:
-        return False  # nothing in a template says so; it is asked for, or what remains
+        return False  # no template teaches it: it is configured, or the fallback
 
     def read(self, source: Source, tools: Sequence[ToolSpec]) -> Reading[None]:
         names = frozenset(tool.name for tool in tools) or None

@@ -1,4 +1,4 @@
-"""DeepSeek: calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`, a turn's calls between another such pair.
+"""DeepSeek: each call between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`, a turn's calls between a second pair.
 V3 and R1 write `function<｜tool▁sep｜>name` and the arguments in a fenced block, V3.1 `name<｜tool▁sep｜>{…}`."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.:\-]")
 
 
 class DeepSeek:
-    """Both forms are read whichever it is; `is_fenced` says which one the model was taught, for grammars."""
+    """Reads both forms. `is_fenced` selects the form that grammars write, which is the one in the model's template."""
 
     markers: tuple[str, ...] = (ALL_OPEN, OPEN, SEPARATOR, CLOSE, ALL_CLOSE)
     trigger = ALL_OPEN
     plain_key = ""
-    repeats = False  # a turn's calls stand behind one trigger
+    repeats = False  # one trigger precedes all calls of a turn
 
     def __init__(self, *, is_fenced: bool = False):
         self.name = "deepseek_fenced" if is_fenced else "deepseek"
@@ -71,7 +71,7 @@ class DeepSeek:
 
 
 def _call(source: Source) -> Reading[bool]:
-    """A call after its opening marker, up to the end of its arguments."""
+    """Read a call after its opening marker, to the end of its arguments."""
     yield from source.spaces()
     name = yield from source.word(_NAME)
     if not (yield from source.match(SEPARATOR)):

@@ -1,5 +1,5 @@
-"""Hermes JSON: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one block a call. Qwen 2.5, Qwen 3, Granite 4
-and many others write it; a list of calls within one block is understood too."""
+"""Hermes JSON: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one block per call. Qwen 2.5, Qwen 3,
+Granite 4 and many others use it; several calls in one block are read too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.text.channels.grammar_text import GrammarText, either
 from quire.text.channels.source import Reading, Source
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_SHAPE = re.compile(r'\\?"name\\?":.{0,80}?\\?"arguments\\?":', re.DOTALL)  # quotes are escaped in a quoted string
-_OTHERS = ("<function=", "<arg_key>", "<invoke", "<tool_calls>")  # the same marker around another body
+_SHAPE = re.compile(r'\\?"name\\?":.{0,80}?\\?"arguments\\?":', re.DOTALL)  # \\?: templates may escape it
+_OTHERS = ("<function=", "<arg_key>", "<invoke", "<tool_calls>")  # formats with the same marker and another body
 
 
 class Hermes:
@@ -52,7 +52,7 @@ class Hermes:
 
 
 def _objects(source: Source) -> Reading[bool]:
-    """A call, and others that stand in the same block."""
+    """Read all calls of one block. Returns False if the first object is no call."""
     if not (yield from read_call(source)):
         return False
     while (yield from read_separator(source)):

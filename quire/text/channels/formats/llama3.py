@@ -1,5 +1,5 @@
-"""Llama 3: `{"name": …, "parameters": {…}}`, bare or behind `<|python_tag|>`, several parted by `;`; and for built-in
-tools `<|python_tag|>name.call(key="value")`. Code behind the tag that is no such call stays text."""
+"""Llama 3: `{"name": …, "parameters": {…}}`, bare or after `<|python_tag|>`, several separated by `;`. Built-in
+tools use `<|python_tag|>name.call(key="value")`. Other code after the tag stays text."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Llama3:
 
 
 def _objects(source: Source, names: frozenset[str] | None, *, is_marked: bool) -> Reading[None]:
-    """One call, and more after a semicolon."""
+    """Read one call, and further calls after separators."""
     while (yield from read_call(source, names=names, is_marked=is_marked)):
         if not (yield from read_separator(source)):
             source.give_back_unless_blank()
@@ -79,7 +79,7 @@ def _built_in(source: Source) -> Reading[None]:
 
 
 def _keywords(source: Source, arguments: dict[str, Any]) -> Reading[bool]:
-    """`key="value", other=1)` into a dictionary; False if it is anything else."""
+    """Parse `key="value", other=1)` into `arguments`. Returns False for anything else."""
     while not (yield from source.match(")")):
         if arguments and not (yield from source.match(",")):
             return False

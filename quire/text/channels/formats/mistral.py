@@ -1,5 +1,5 @@
 """Mistral: `[TOOL_CALLS]` before a JSON list of calls (the old form), or before each call as `name[ARGS]{…}` with an
-optional `[CALL_ID]…` in between (the new one)."""
+optional `[CALL_ID]…` between them (the new form)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:\-]")
 
 
 class Mistral:
-    """Both forms are read whichever it is; `is_list` says which one the model was taught, for grammars."""
+    """Reads both forms. `is_list` selects the form that grammars write, which is the one in the model's template."""
 
     markers: tuple[str, ...] = (OPEN, ARGS, CALL_ID)
     trigger = OPEN

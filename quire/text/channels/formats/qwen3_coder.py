@@ -1,7 +1,7 @@
 """Qwen3-Coder XML: `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`.
 
-Values are written bare, so the tool's schema says what they are: text is escaped into JSON as it arrives, anything else
-is gathered and must read as JSON of a type the schema allows, or it is text after all.
+Values are unquoted, so the tool's schema decides their type: strings are escaped into JSON while they stream; any other
+value is buffered, and becomes a string unless it parses as JSON of a type that the schema allows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Qwen3Coder:
     def read(self, source: Source, tools: Sequence[ToolSpec]) -> Reading[None]:
         schemas = {tool.name: tool.parameters for tool in tools}
         while True:
-            space, marker = yield from source.plain(source.log.text, (OPEN, FUNCTION))  # some forget the first
+            space, marker = yield from source.plain(source.log.text, (OPEN, FUNCTION))  # some models omit OPEN
             if not marker:
                 return
             source.keep(space + marker)
@@ -71,7 +71,7 @@ class Qwen3Coder:
 
 
 def _function(source: Source, schemas: Mapping[str, Mapping[str, Any]]) -> Reading[bool]:
-    """A function after its opening marker. What breaks it off stays text; what was read of it stays a call."""
+    """Read a function after its opening marker. If it breaks off, the part read stays a call and the rest is text."""
     name = yield from source.word(_NAME)
     if not name or not (yield from source.match(">")):
         source.give_back()
@@ -97,7 +97,7 @@ def _function(source: Source, schemas: Mapping[str, Mapping[str, Any]]) -> Readi
         keys.add(key)
         yield from source.match("\n")
         if not (yield from _value(source, _types(properties.get(key, {"type": "string"})))):
-            log.end_call(is_whole=False)  # the text ended within the value
+            log.end_call(is_whole=False)  # the text ended inside the value
             return True
     if found or (yield from source.more()):
         log.arguments("}")
@@ -109,7 +109,7 @@ def _function(source: Source, schemas: Mapping[str, Mapping[str, Any]]) -> Readi
 
 
 def _value(source: Source, types: frozenset[str]) -> Reading[bool]:
-    """One value up to its closing marker, as JSON. False: the text ended before it did."""
+    """Read one value and its closing marker, and log it as JSON. Returns False if the text ended before the marker."""
     log = source.log
     if types != {"string"}:
         held, is_whole = yield from source.until(END_PARAMETER, MAX_HELD)
@@ -120,7 +120,7 @@ def _value(source: Source, types: frozenset[str]) -> Reading[bool]:
             held = held.removesuffix("\n")
             log.arguments(held if _may_be_json(held) else '"' + _escaped(held))
             return False
-        log.arguments('"' + _escaped(held))  # too long to wait for
+        log.arguments('"' + _escaped(held))  # too long to hold back: stream it as a string
     else:
         log.arguments('"')
     space, marker = yield from source.plain(lambda text: log.arguments(_escaped(text)), (END_PARAMETER,))
@@ -131,7 +131,7 @@ def _value(source: Source, types: frozenset[str]) -> Reading[bool]:
 
 
 def _may_be_json(text: str) -> bool:
-    """May this be the beginning of JSON?"""
+    """Whether `text` may be the beginning of JSON."""
     start = text.strip()
     return start[:1] in tuple('{["-0123456789') or any(word.startswith(start) for word in ("true", "false", "null"))
 
@@ -156,7 +156,7 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """The JSON types a schema allows as far as it says so plainly; empty: it does not say."""
+    """The JSON types that a schema states by type, enum, anyOf or oneOf; empty if it states none."""
     if not isinstance(schema, Mapping):
         return frozenset()
     stated = schema.get("type")
@@ -174,7 +174,7 @@ def _types(schema: Any) -> frozenset[str]:
 
 
 def _value_grammar(text: GrammarText, schema: Any, tool: ToolSpec) -> str:
-    """A value and its closing marker."""
+    """The grammar of a value and its closing marker."""
     close = literal(f"\n{END_PARAMETER}")
     if _types(schema) != {"string"}:
         shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}

@@ -1,4 +1,4 @@
-"""The seam every tool-call format stands at."""
+"""The protocol that every tool-call format implements."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from quire.text.channels.source import Reading, Source
 
 class ToolFormat(Protocol):
     name: str
-    markers: tuple[str, ...]  # may be special tokens of the model; then they must be shown in the text to be parsed
-    trigger: str  # stands before every call; empty where a call is plain JSON
-    repeats: bool  # the trigger may come again for a further call
-    plain_key: str  # where a call is plain JSON without a trigger: the key of its arguments; elsewhere empty
+    markers: tuple[str, ...]  # text markers; where they are special tokens, the detokenizer must show them
+    trigger: str  # text that precedes every call; empty where a call is plain JSON
+    repeats: bool  # each further call has its own trigger
+    plain_key: str  # key of the arguments in formats without a trigger; empty in all others
 
     def matches(self, template: str) -> bool:
-        """Does a chat template with this source teach its model this format?"""
+        """Whether a chat template with this source teaches the format."""
         ...
 
     def read(self, source: Source, tools: Sequence[ToolSpec]) -> Reading[None]:
-        """Turn all text that is not reasoning into text and calls, to its end."""
+        """Split everything after the reasoning into text and calls."""
         ...
 
     def grammar(self, text: GrammarText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
-        """What follows the trigger: a call of one of these tools, or, where it does not repeat, several."""
+        """The grammar after the trigger: one call of one of `tools`, or several calls if `repeats` is false."""
         ...

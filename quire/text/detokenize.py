@@ -1,7 +1,7 @@
-"""Token ids to text as they come, and the search for stop strings in that text. `TextStream` ties the two together.
+"""Streaming detokenization and the search for stop strings. `TextStream` combines the two.
 
-Both give the same result however their input is cut into pushes, and neither hands out anything it would have to take
-back: the detokenizer keeps the bytes of an unfinished character, the scanner keeps what may become a stop string.
+The results do not depend on how the input is split into pushes, and no emitted text is ever taken back: the detokenizer
+holds back the bytes of an incomplete character, the scanner holds back a possible beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _BROKEN = "\ufffd"
 
 
 class Detokenizer:
-    """All that `push` and `finish` return, joined, is `tokenizer.decode` of all the ids. Constant work per token."""
+    """Decodes incrementally: all results of `push` and `finish`, joined, equal `tokenizer.decode` of all ids. Constant
+    work per token."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
         self._tokenizer = tokenizer
@@ -25,11 +26,11 @@ class Detokenizer:
         self._joiner: _Joiner = _OpaqueJoiner(tokenizer) if is_opaque else _ByteJoiner(tokenizer)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is now certain."""
+        """The text that later ids can't change."""
         return self._joiner.push(self._tokenizer.shown_ids(ids, self._skip_special))
 
     def finish(self) -> str:
-        """What was kept back, an unfinished character as U+FFFD. Nothing may be pushed after this."""
+        """The text held back, with an incomplete character as U+FFFD. Nothing may be pushed afterwards."""
         return self._joiner.finish()
 
 
@@ -40,12 +41,12 @@ class _Joiner(Protocol):
 
 
 class _ByteJoiner:
-    """Tokens with exact bytes: a UTF-8 decoder that keeps the start of a character until the rest has come."""
+    """Joins tokens with known bytes by an incremental UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._token_bytes = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip_space = tokenizer.rule.strip_space  # until the first character has been seen
+        self._strip_space = tokenizer.rule.strip_space  # true until the first character is emitted
 
     def push(self, ids: Sequence[int]) -> str:
         return self._strip(self._utf8.decode(b"".join(map(self._token_bytes, ids))))
@@ -61,20 +62,20 @@ class _ByteJoiner:
 
 
 class _OpaqueJoiner:
-    """Tokens only the backend can join: each one is decoded together with the few before it, and what it adds to their
-    text is new. How tokens join depends on near neighbours only, so a short window is enough."""
+    """Joins tokens that only the backend can join: decodes each token together with the few before it and emits the
+    text it adds. Joining depends on near neighbours only, so a short window is enough."""
 
     WINDOW = 4
-    MAX_KEPT = 16  # broken text longer than this is no unfinished character
+    MAX_KEPT = 16  # tokens; longer broken text is not an incomplete character
 
     def __init__(self, tokenizer: Tokenizer):
         self._decode = tokenizer.decode_opaque
         self._window: list[int] = []
-        self._shown = ""  # the part of the window's text that has been handed out
+        self._shown = ""  # the part of the window's text that has been emitted
         self._num_kept = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        return "".join(map(self._push_one, ids))  # one by one, so that cutting ids differently changes nothing
+        return "".join(map(self._push_one, ids))  # one by one: results must not depend on the pushes
 
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -95,11 +96,10 @@ class _OpaqueJoiner:
 
 
 class StopScanner:
-    """Finds the first stop string that is complete in a text that comes in pieces.
+    """Finds the first complete stop string in streamed text.
 
-    The stop whose last character comes first wins; of stops that end at the same character, the longest. So the text
-    ends as early as it can and never waits to see whether a longer stop follows. The text ends before the stop, or
-    after it with `include_stop`.
+    The stop string that is complete first wins; of those that end at the same character, the longest. So the scanner
+    never waits for a longer stop string. The text ends before the stop string, or after it with `include_stop`.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
@@ -107,7 +107,7 @@ class StopScanner:
         self._matchers = [_Matcher(stop) for stop in longest_first]
         self._first_characters = frozenset(stop[0] for stop in longest_first)
         self._include_stop = include_stop
-        self._kept = ""  # ends with what may become a stop string; the longest such ending is all there is in it
+        self._kept = ""  # the longest suffix that may become a stop string
         self.hit: str | None = None
 
     @property
@@ -115,12 +115,13 @@ class StopScanner:
         return bool(self._matchers)
 
     def push(self, text: str, armed: bool = True) -> tuple[str, str | None]:
-        """(text that is certainly no stop, the stop that was hit or None). After a hit all text is dropped. Unless
-        `armed`, a stop that would be complete now is passed over; it may still begin now and be complete later."""
+        """Returns the text that is certainly not part of a stop string, and the stop string that was hit or None. After
+        a hit all text is dropped. Unless `armed`, a stop string that is complete in this push is ignored; one that
+        begins in it may be complete later."""
         if self.hit is not None:
             return "", self.hit
         if not self._kept and self._first_characters.isdisjoint(text):
-            return text, None  # the usual case: nothing is under way and nothing begins
+            return text, None  # fast path: no match in progress and none begins
         seen = self._kept + text
         for place, character in enumerate(text, start=len(self._kept) + 1):
             complete = [matcher.stop for matcher in self._matchers if matcher.feed(character)]
@@ -132,25 +133,25 @@ class StopScanner:
         return seen[: len(seen) - num_kept], None
 
     def finish(self) -> str:
-        """The text has ended: what was kept back is no stop after all."""
+        """The text held back, which is no stop string since the text has ended."""
         text, self._kept = self._kept, ""
         return text
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt for one stop: knows how long a beginning of it the text ends with right now.
+    """Knuth-Morris-Pratt for one stop string: tracks the longest prefix of it that is a suffix of the text.
 
-    The table of fallbacks grows with what has been matched: a stop that never begins costs nothing, however long."""
+    The fallback table grows with the matched length, so a long stop string that never begins costs nothing."""
 
     __slots__ = ("_fallback", "num_matched", "stop")
 
     def __init__(self, stop: str):
         self.stop = stop
-        self.num_matched = 0  # always less than the whole stop
-        self._fallback = [0]  # by length matched: the longest shorter beginning that is also an ending of it
+        self.num_matched = 0  # less than the whole stop string
+        self._fallback = [0]  # by matched length: the longest proper prefix that is also a suffix
 
     def feed(self, character: str) -> bool:
-        """Take one character; true if the stop is complete with it."""
+        """Take one character and return whether it completes the stop string."""
         length = self.num_matched
         while length and self.stop[length] != character:
             length = self._fallback[length - 1]

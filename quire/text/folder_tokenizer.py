@@ -1,6 +1,6 @@
 """Builds a `Tokenizer` from a Hugging Face model folder: `tokenizer.json` and the small JSON files beside it.
 
-Called through `Tokenizer.from_folder`. `tokenizer.json` is believed first; the other files only add what it can't say:
+Called through `Tokenizer.from_folder`. `tokenizer.json` takes precedence; the other files add what it can't express:
 the names of the special tokens, the chat template, and BOS where no post-processor adds it.
 """
 
@@ -58,17 +58,17 @@ def _load_backend(path: Path) -> Any:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the backend raises nothing narrower
         raise _bad_file(path, str(error)) from None
-    backend.no_truncation()  # such a setting may ride along in the file, and would cut prompts in silence
+    backend.no_truncation()  # the file may hold this setting, which would silently cut prompts
     backend.no_padding()
     try:
-        backend.encode("Any text \u00e9 will do.")  # some mistakes show only here, and requests should not meet them
+        backend.encode("Any text \u00e9 will do.")  # some errors in the file appear only here
     except Exception as error:
         raise _bad_file(path, str(error)) from None
     return backend
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A missing file says nothing; a broken one is an error."""
+    """The file's object, empty if there is no file. Raises `bad_tokenizer` for a broken file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def _bad_file(path: Path, why: str) -> QuireError:
 
 
 def _special_tokens(content: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and the like; each is a string, or an object with the string as its content."""
+    """`bos_token`, `eos_token` and similar; each value is a string or an object with the string as its content."""
     found = {}
     for name, value in content.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -95,7 +95,7 @@ def _special_tokens(content: dict[str, Any]) -> dict[str, str]:
 
 
 def _is_text(text: str) -> bool:
-    """JSON can hold half a surrogate pair; no token is written so."""
+    """Whether `text` has a UTF-8 form: JSON can hold half a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -114,8 +114,8 @@ def _backend_adds_special(backend: Any) -> bool:
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    """The file `chat_template.jinja` wins over the config. Of several named templates the one called "default" is
-    taken, or else the first."""
+    """The chat template: `chat_template.jinja` before the config. Of several named templates "default" is chosen, else
+    the first."""
     file = path / "chat_template.jinja"
     if file.is_file():
         try:

@@ -1,8 +1,8 @@
 """Builds a `Tokenizer` from a GGUF file's own `tokenizer.*` metadata: vocabulary, merges or scores, types and flags.
 
 Called through `Tokenizer.from_gguf`. Three kinds are known: `gpt2` (byte-level BPE with ranked merges), `llama`
-(SentencePiece BPE, whose merges follow from the scores) and `gemma4` (ranked merges of SentencePiece's pieces). Nothing
-in the file is trusted to fit together.
+(SentencePiece BPE, whose merges follow from the scores) and `gemma4` (ranked merges of SentencePiece's pieces). All
+metadata is validated before use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.text.pretokenizers import pre_tokenizer_named
 from quire.text.tokenizer import Tokenizer, TokenizerVocabulary
 from quire.types import QuireError
 
-MAX_PIECE_CHARS = 256  # a longer piece is never built by merging; real ones stay far below
+MAX_PIECE_CHARS = 256  # merges build no longer piece; pieces of real models stay far below
 
 
 class TokenType(IntEnum):
@@ -29,8 +29,8 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Control tokens that end a turn or a text whatever the file's keys say: GGUF has room for one EOS id only, and many
-# files name the end of text there while the model says the end of turn, or the other way round.
+# Control tokens that end a turn or a text, independent of the file's keys: GGUF has one EOS id only, and many files
+# name the end of text there while the model emits the end of turn, or vice versa.
 _TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -45,17 +45,17 @@ _TURN_ENDS = (
     "<｜end▁of▁sentence｜>",
 )
 _NAMED_IDS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
-_SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # where a `llama` file does not say
+_SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # defaults of `llama` files
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The metadata, checked: lists of one length, ids within them."""
+    """Validated metadata: lists of one length, ids within them."""
 
     metadata: Mapping[str, object]
     tokens: list[str]
     types: list[int]
-    ids: dict[str, int]  # "bos", "eos", "eot", "eom", "unk", "pad", where the file has them
+    ids: dict[str, int]  # subset of "bos", "eos", "eot", "eom", "unk", "pad"
 
     @classmethod
     def read(cls, metadata: Mapping[str, object], default_ids: Mapping[str, int]) -> _Source:
@@ -103,7 +103,7 @@ class _Source:
     def _turn_ends(self) -> tuple[int, ...]:
         control = {self.tokens[token_id]: token_id for token_id in self.ids_of(TokenType.CONTROL)}
         named = [self.ids[name] for name in ("eos", "eot", "eom") if name in self.ids]
-        if "<|return|>" in control:  # there <|end|> closes one of several messages of a turn
+        if "<|return|>" in control:  # in this format <|end|> closes one of several messages of a turn
             control.pop("<|end|>", None)
         return tuple(dict.fromkeys([*named, *(control[text] for text in _TURN_ENDS if text in control)]))
 
@@ -152,7 +152,7 @@ def _sentencepiece(source: _Source) -> Tokenizer:
     )
     backend = _backend(model, source)
     prefix = source.flag("add_space_prefix", True)
-    # The prefix comes before each stretch of plain text, also after a special token, even if it begins with a space.
+    # The prefix precedes each stretch of plain text, also after a special token, even if the text begins with a space.
     steps = [normalizers.Prepend(SPACE_MARK)] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
     return Tokenizer(backend, source.vocabulary(PieceRule("sentencepiece", strip_space=prefix), adds_bos=True))
@@ -168,7 +168,7 @@ def _ranked_pieces(source: _Source) -> Tokenizer:
         models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True), source
     )
     backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
-    # No piece has a line's end and anything else in it: whatever lies between can be merged, and kept, by itself.
+    # No piece contains a line break and other text, so the text between line breaks is merged and cached separately.
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     return Tokenizer(backend, source.vocabulary(PieceRule("sentencepiece", strip_space=False), adds_bos=True))
 
@@ -180,15 +180,15 @@ def _ranked_merges(source: _Source, vocab: Mapping[str, int]) -> list[tuple[str,
         left, right = line[:cut], line[cut + 1 :]
         if cut < 1 or not right:
             raise _bad(f"its merge {line[:100]!r} is no pair of tokens")
-        # A part may have been rewritten as added text; then it is matched before any merging, and the merge is idle.
+        # A part may be an added token's text, which is matched before merging; such a merge has no effect.
         if left in vocab and right in vocab and left + right in vocab:
             merges.append((left, right))
     return merges
 
 
 def merges_by_score(tokens: list[str], scores: list[float], usable_ids: list[int]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose joint piece scores best. As ranked merges: every way to cut a piece into
-    two pieces, best piece first."""
+    """Ranked merges equivalent to SentencePiece's scores, which join the neighbours with the best joint piece: every
+    split of a piece into two pieces, best piece first."""
     usable = {tokens[token_id] for token_id in usable_ids}
     merges = []
     for token_id in sorted(usable_ids, key=lambda token_id: -scores[token_id]):
@@ -207,7 +207,7 @@ def _vocab(source: _Source) -> dict[str, int]:
 
 
 def _backend(model: Any, source: _Source) -> Any:
-    """A backend that finds control and user-defined tokens in the text before anything else happens to it."""
+    """A backend that matches control and user-defined tokens before normalization and merging."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, from its files. Called by `assemble` and by the HTTP process alike."""
+"""Loads a model's tokenizer and chat template from its files, for the engine's assembly and the HTTP process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quire.types import QuireError
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer | None:
-    """None for a folder without one, such as a bare config.json: it is then driven by token ids."""
+    """The tokenizer, or None for a folder without one, which then takes token ids only."""
     if files.kind == "gguf":
-        from quire.files.gguf import open_gguf  # it needs numpy, which `--help` does without
+        from quire.files.gguf import open_gguf  # imports numpy, which `--help` does not need
 
         return Tokenizer.from_gguf(open_gguf(files.path).metadata)
     folder = Path(files.path)
@@ -22,8 +22,8 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer | None:
 
 
 def lazy_template(tokenizer: Tokenizer | None, override: str | None) -> Callable[[], ChatTemplate]:
-    """Compiled when the first conversation comes, so that raw prompts do not pay for it; an override is checked now,
-    because a wrong path is an error at start and not at the first request."""
+    """A function that compiles the template at its first call, so that raw prompts do not pay for it. An override is
+    compiled now, because a wrong path must fail at start and not at the first request."""
     made: list[ChatTemplate] = []
 
     def template() -> ChatTemplate:

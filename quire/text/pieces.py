@@ -1,8 +1,8 @@
-"""What a token's written form in a vocabulary means in bytes. `Tokenizer` asks it; nobody else needs to.
+"""Maps a token's spelling in a vocabulary to bytes, for `Tokenizer`.
 
-Vocabularies write bytes in one of two ways. Byte-level ones spell each byte as one printable character; SentencePiece
-ones write text with "▁" for a space and `<0x0A>` for a lone byte. Whatever else exists (WordPiece and the like) is
-`opaque`: only the `tokenizers` library can join such tokens to text.
+Vocabularies spell bytes in one of two ways. Byte-level ones use one printable character per byte; SentencePiece ones
+write text with "▁" for a space and `<0x0A>` for a single byte. All others (such as WordPiece) are `opaque`: only the
+`tokenizers` library can join their tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LONE_BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level spelling: printable Latin-1 stands for itself, the other 68 bytes follow from U+0100 on, in order."""
+    """Byte-level spelling: printable Latin-1 maps to itself, the other 68 bytes to U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -27,13 +27,14 @@ BYTE_OF_CHARACTER = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class PieceRule:
-    """How tokens become bytes, and whether the one space that encoding put in front is taken off again."""
+    """How tokens become bytes, and whether decoding removes the leading space that encoding adds."""
 
     kind: Literal["byte_level", "sentencepiece", "opaque"]
     strip_space: bool = False
 
     def to_bytes(self, token: str, *, is_special: bool, is_added: bool) -> bytes:
-        """Special tokens stand for their own text; so do added ones, but for the space mark of SentencePiece."""
+        """The token's bytes. Special and added tokens are plain text, except for SentencePiece's space mark in added
+        ones."""
         if is_special or self.kind == "opaque":
             return token.encode()
         if self.kind == "sentencepiece":
@@ -43,12 +44,12 @@ class PieceRule:
             return token.encode()
         try:
             return bytes([BYTE_OF_CHARACTER[character] for character in token])
-        except KeyError:  # not in the byte spelling, so it is text that was never marked as added
+        except KeyError:  # not spelled in bytes, so it is text that was not marked as added
             return token.encode()
 
 
 def rule_of_decoder(decoder: Any) -> PieceRule:
-    """Read the rule off a `tokenizers` decoder. A decoder that does anything unusual makes the vocabulary opaque."""
+    """The rule of a `tokenizers` decoder; opaque for any decoder that is not one of the usual forms."""
     if decoder is None:
         return PieceRule("opaque")
     steps = flatten(json.loads(decoder.__getstate__()), "decoders")
@@ -69,7 +70,7 @@ def rule_of_decoder(decoder: Any) -> PieceRule:
 
 
 def flatten(component: dict[str, Any], children: str) -> list[dict[str, Any]]:
-    """The steps of a `Sequence` of any depth, in order; a single step is a list of one."""
+    """The steps of a possibly nested `Sequence`, in order; a single step gives a list of one."""
     if component.get("type") != "Sequence":
         return [component]
     return [step for child in component.get(children, []) for step in flatten(child, children)]

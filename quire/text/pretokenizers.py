@@ -1,7 +1,7 @@
-"""How each kind of byte-level vocabulary cuts text into words before merging: `tokenizer.ggml.pre` names the kind.
+"""Patterns by which byte-level vocabularies split text into words before merging, by the name in `tokenizer.ggml.pre`.
 
-Called by `gguf_tokenizer`. A GGUF file carries only the name, so the patterns of the models' own tokenizers are kept
-here. A wrong pattern still round-trips, but gives tokens the model has never seen; so an unknown name is an error.
+Called by `gguf_tokenizer`. A GGUF file holds only the name, so the patterns of the models' own tokenizers stand here. A
+wrong pattern still round-trips but gives tokens that the model has not been trained on, so an unknown name is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _QWEN35 = (
     _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
 )  # combining marks stay with their letters
 _SEED = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES
-_EXAONE_MOE = (  # several words are one
+_EXAONE_MOE = (  # letters separated by single spaces form one word
     _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
@@ -51,12 +51,12 @@ _DEEPSEEK_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Patterns are applied one after another, each inside the pieces the last one left; matches and gaps are pieces."""
+    """Split patterns. Each one splits the pieces of the one before; matches and gaps both become pieces."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is in the vocabulary as a whole is taken whole
-    adds_bos: bool = False  # where the file does not say
-    nfc: bool = False  # the model's own tokenizer composes characters first
+    ignore_merges: bool = False  # a word in the vocabulary is taken without merging
+    adds_bos: bool = False  # default for files without the flag
+    nfc: bool = False  # the model's tokenizer normalizes to NFC first
 
     def build(self) -> tuple[Any, Any]:
         """The `tokenizers` components: (normalizer or None, pre-tokenizer)."""
@@ -69,7 +69,7 @@ class PreTokenizer:
 
 _FALCON_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|%s]+"
 _KINDS: tuple[tuple[str, PreTokenizer], ...] = (
-    # What the format's reference reader does for files that do not name their kind.
+    # The default of the format's reference reader for files without a name.
     ("default", PreTokenizer((_FALCON_PUNCTUATION % "", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
     (
         "gpt-2 phi-2 olmo mpt jais gigachat mellum modern-bert exaone4 trillion granite-docling",

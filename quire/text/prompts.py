@@ -1,8 +1,8 @@
-"""Prompts within bounds: text that can't fit is refused early, and message content never becomes control tokens.
+"""Encodes prompts within bounds: text that can't fit is refused early, and message content never becomes control
+tokens.
 
-`encode_within` stops encoding a text once it can't fit the context. `render_chat` renders a conversation so that the
-spelling of a control token inside a message stays text; `encode_chat` encodes the result. The edge and the text worker
-of the server call these.
+`encode_within` stops encoding a text that can't fit the context. `render_chat` renders a conversation so that a control
+token spelled inside a message stays text; `encode_chat` encodes the result. Called by the edge and by chat turns.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.types import PromptTooLong
 
-SLICE_CHARS = 1 << 18  # a longer text is first counted in slices, so that no more of it is encoded than can fit
-CUT_TOKENS = 64  # a text cut in the middle of a word may have this many tokens more than its part of the whole
-_ANCHOR = "\n"  # no vocabulary merges a line break with the text after it
+SLICE_CHARS = 1 << 18  # longer text is first counted in slices, so that encoding stops once it can't fit
+CUT_TOKENS = 64  # a slice cut inside a word may have this many tokens more than its part of the whole text
+_ANCHOR = "\n"  # no vocabulary merges a line break with the following text
 
 Message = dict[str, Any]
 
 
 def encode_within(tokenizer: Tokenizer, text: str, limit: int, *, add_special: bool = True) -> list[int]:
-    """The token ids of `text`. Raises `prompt_too_long` as soon as a beginning of it can't fit, so that the cost of
-    such a text follows from the limit and not from the text."""
+    """The token ids of `text`. Raises `prompt_too_long` as soon as a prefix can't fit, so that the cost is bounded by
+    the limit and not by the text."""
     if len(text) > SLICE_CHARS:
         _check_long(tokenizer, text, limit)
     ids = tokenizer.encode(text, add_special=add_special)
@@ -34,7 +34,7 @@ def encode_within(tokenizer: Tokenizer, text: str, limit: int, *, add_special: b
 
 
 def _check_long(tokenizer: Tokenizer, text: str, limit: int) -> None:
-    fewest = len(text) // tokenizer.longest_token  # nothing is encoded of a text that no tokens are long enough for
+    fewest = len(text) // tokenizer.longest_token  # a lower bound that needs no encoding
     if fewest > limit:
         raise PromptTooLong(fewest, limit, at_least=True)
     count = 0
@@ -53,10 +53,10 @@ def render_chat(
     tools: list[dict[str, Any]] | None = None,
     **variables: Any,
 ) -> list[str]:
-    """The prompt's text in segments. No special token may reach across two segments; joined they are the whole text.
+    """The prompt's text in segments, which joined are the whole text. No special token spans two segments.
 
-    A message that spells a control token is cut inside the spelling, which is then encoded as text. Such cuts are the
-    only ones, so other conversations are one segment. `special_in_content` leaves the spelling as it is."""
+    A control token spelled in a message is cut inside its spelling, so that it is encoded as text. There are no other
+    cuts, so other conversations have one segment. `special_in_content` makes no cuts."""
     if special_in_content:
         return [template.render(messages, tools=tools, **variables)]
     cutter = _Cutter(tokenizer)
@@ -67,12 +67,12 @@ def render_chat(
 
 
 def encode_chat(tokenizer: Tokenizer, segments: list[str], limit: int) -> list[int]:
-    """The token ids of a rendered conversation, at most `limit` of them. Templates write BOS themselves."""
+    """The token ids of a rendered conversation, at most `limit`. BOS is not added: templates write it themselves."""
     ids = encode_within(tokenizer, segments[0], limit, add_special=False)
     for segment in segments[1:]:
         try:
             ids = ids + _encode_inside(tokenizer, segment, limit)
-        except PromptTooLong as error:  # counts the segment alone, with what `_encode_inside` puts before it
+        except PromptTooLong as error:  # its count is of this segment and the anchor only
             raise PromptTooLong(max(limit + 1, error.count - 1), limit, at_least=True) from None
         if len(ids) > limit:
             raise PromptTooLong(len(ids), limit, at_least=True)
@@ -80,7 +80,7 @@ def encode_chat(tokenizer: Tokenizer, segments: list[str], limit: int) -> list[i
 
 
 def _encode_inside(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
-    """The ids of text that follows other text: a space that the tokenizer puts before a text is left out."""
+    """The ids of text that follows other text, without the space that the tokenizer puts before a text."""
     before = tokenizer.encode(_ANCHOR, add_special=False)
     ids = encode_within(tokenizer, _ANCHOR + text, limit + len(before), add_special=False)
     if ids[: len(before)] == before:
@@ -89,8 +89,8 @@ def _encode_inside(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
 
 
 class _Cutter:
-    """Puts a mark inside every spelling of a control token. The mark is made of random digits, which no message can
-    foresee and which templates, JSON and upper case leave alone."""
+    """Inserts a mark inside every spelling of a control token. The mark is random digits, which no message can predict
+    and which templates, JSON encoding and upper-casing leave unchanged."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.mark = f"{secrets.randbits(128):039d}"
@@ -99,8 +99,8 @@ class _Cutter:
         self._ends = tuple(text for text in tokenizer.turn_spellings if text in self._special)
 
     def cut_message(self, message: Message) -> Message:
-        """An assistant's message is what the model wrote: its markers of tool calls and reasoning keep their meaning,
-        but nothing in it ends the turn."""
+        """Cut one message. In an assistant's message, which the model wrote, markers of tool calls and reasoning keep
+        their meaning; only tokens that begin a text or end the turn are cut."""
         spellings = self._ends if message.get("role") == "assistant" else self._special
         return {name: value if name == "role" else self.cut(value, spellings) for name, value in message.items()}
 
@@ -122,7 +122,8 @@ class _Cutter:
         return text
 
     def _cut_parts(self, parts: list[Any], spellings: tuple[str, ...]) -> list[Any]:
-        """Templates may join text parts without anything between them: two halves must not make a control token."""
+        """Mark the joints of text parts: templates may concatenate them, and two halves must not form a control
+        token."""
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         joined = "".join(texts)
         if len(texts) < 2 or not any(spelling in joined for spelling in spellings):

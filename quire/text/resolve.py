@@ -1,7 +1,6 @@
-"""Turns the words in sampling parameters into token ids, at the edge, where the tokenizer is.
+"""Resolves the words in sampling parameters to token ids, because the engine has no tokenizer.
 
-The front ends call `resolve_params` once per request; beyond it the engine knows ids only. Parameters that ask for
-nothing of the kind pass through untouched and cost nothing.
+The front ends call `resolve_params` once per request. Parameters without words are returned unchanged.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def find_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int
 
 
 def bad_word_ids(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """How the word is written in tokens where it follows a space, and where it does not.
+    """The token sequences of the word after a space and without one.
 
-    Only the tokenizer's own way of writing it is found; a model that spells the word in odd pieces gets around it.
+    Only the tokenizer's canonical spelling is covered; a model may still spell the word in other tokens.
     """
     bare = word.lstrip(" ") or word
     ways = (tuple(tokenizer.encode_inside(bare)), tuple(tokenizer.encode_inside(" " + bare)))

@@ -1,7 +1,7 @@
-"""The Jinja environment chat templates run in. Templates come with models, so they are treated as strangers' code.
+"""The Jinja sandbox that chat templates run in. Templates come with models and are untrusted code.
 
-They can't reach Python's insides, change their inputs, build huge values out of small ones, or run for long: every turn
-of a loop and every call of a macro is counted. Only `template` imports this module, when the first one is compiled.
+They can't reach Python's internals, change their inputs, build huge values from small ones, or run for long: every loop
+iteration and macro call is counted. Only `template` imports this module, when the first template is compiled.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_REPEATED = 1 << 20  # items or characters a product may have
 MAX_TEXT = 1 << 26  # characters a text built from others may have
-MAX_WIDTH = 1 << 16  # that a text may be padded to
+MAX_WIDTH = 1 << 16  # characters that padding may reach
 MAX_INT_BITS = 4096  # of a product or a power
-MAX_TURNS = 5_000_000  # of loops and macros in one rendering
+MAX_TURNS = 5_000_000  # loop iterations and macro calls in one rendering
 MAX_SECONDS = 3.0
-# The variable that holds a rendering's budget. It is no identifier, so no template can read it or set another.
+# The variable that holds the budget. The name is no identifier, so no template can read or replace it.
 BUDGET = "quire budget"
 _PADDED = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
-_WIDTH = re.compile(r"[0-9]{6,}|\*")  # in a format: as much padding as nobody needs, or a width from elsewhere
+_WIDTH = re.compile(r"[0-9]{6,}|\*")  # in a format: excessive padding, or a width taken from an argument
 
 
 class TemplateRefusal(jinja2.TemplateError):
@@ -36,9 +36,9 @@ class TemplateRefusal(jinja2.TemplateError):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's own words for training; for us it is only a block."""
+    """`{% generation %}`, which marks assistant text for training; rendered as a plain block."""
 
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own way)
+    tags = {"generation"}  # noqa: RUF012 (Jinja's convention)
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -47,10 +47,10 @@ class _GenerationTag(Extension):
 
 
 class RenderBudget:
-    """What one rendering may take. The template calls it at every turn of a loop."""
+    """Iterations and processor time of one rendering. The template calls it at every loop iteration."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time):
-        # Processor time of this thread: a rendering is not refused because the machine is busy with other work.
+        # Processor time of this thread, so that no rendering is refused because the machine is busy.
         self._clock = clock
         self._until = clock() + MAX_SECONDS
         self._turns = 0
@@ -72,7 +72,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**", "+", "%"])
 
     def tick(self, context: Any) -> str:
-        """Count one turn of a loop. `_count_turns` writes calls of this method into the template."""
+        """Count one loop iteration. `_count_turns` inserts calls of this method into the template."""
         budget: RenderBudget = context.parent[BUDGET]
         return budget()
 
@@ -120,12 +120,12 @@ def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Templat
 
 
 def _count_turns(tree: nodes.Template) -> None:
-    """A call of the budget at the start of every loop's and macro's body, and around what is strung together."""
+    """Insert a budget call into the body of every loop and macro, and turn concatenations into checked sums."""
     for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [nodes.ContextReference()], [], None, None)
         loop.body.insert(0, nodes.Output([tick]).set_lineno(loop.lineno))  # type: ignore[attr-defined]
     for joined in list(tree.find_all(nodes.Concat)):
-        # a ~ b ~ c as a sum of texts, which is checked: doubling a text thirty times would be a gigabyte
+        # a ~ b ~ c becomes a sum of texts, whose size is checked: doubling a text thirty times gives a gigabyte
         total: nodes.Expr = _as_text(joined.nodes[0])
         for part in joined.nodes[1:]:
             total = nodes.Add(total, _as_text(part), lineno=joined.lineno)
@@ -137,7 +137,7 @@ def _as_text(node: nodes.Expr) -> nodes.Expr:
 
 
 def _narrow(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that pads, within reason."""
+    """The filter with a bound on the width it pads to."""
 
     @wraps(function)
     def narrow(*args: Any, **kwargs: Any) -> Any:
@@ -161,5 +161,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter would escape <, > and & for web pages."""
+    """Plain JSON. Jinja's own filter escapes <, > and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,7 +1,8 @@
-"""One request's tokens to text: detokenizes, looks for stop strings, and knows where the text ended.
+"""Converts one request's tokens to text: detokenizes, finds stop strings and stop ids, and records where the text
+ended.
 
-The front ends hold one `TextStream` per request and push each delta's token ids into it. When `stopped` turns true
-they cancel the request; tokens that were already under way are ignored.
+`DeltaDecoder` and `ChatTurn` hold one `TextStream` per sample and push token ids into it. When `stopped` turns true the
+request is cancelled; tokens that arrive later are ignored.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from quire.types import SamplingParams
 
 
 class TextStream:
-    """What `push` and `finish` return, joined, is the request's text.
+    """The results of `push` and `finish`, joined, are the request's text.
 
-    - A stop string ends the text unless it is complete within the first `min_tokens` tokens; there it is plain text.
+    - A stop string ends the text unless it is complete within the first `min_tokens` tokens, where it is plain text.
     - A stop id (end of sequence, unless `ignore_eos`, or one of `stop_token_ids`) ends the text after `min_tokens`
-      tokens. Its own text is not shown, even if it is an ordinary word, unless `include_stop`; a special token is
-      shown only if special tokens are shown at all.
+      tokens. Its text is not emitted unless `include_stop`; a special token's text also needs special tokens to be
+      shown.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stop_ids: Collection[int] | None = None):
-        """`stop_ids`: all ids the engine stops at, where they are more than the tokenizer's own and the params'."""
+        """`stop_ids`: all ids that the engine stops at; by default those of the tokenizer and of `params`."""
         if stop_ids is None:
             stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids))
         self._stop_ids = frozenset(stop_ids)
@@ -36,7 +37,7 @@ class TextStream:
         self.stop_reason: str | int | None = None  # the stop string or the stop id
 
     def push(self, delta_token_ids: Sequence[int]) -> str:
-        """The text that is now certain."""
+        """The text that later tokens can't change."""
         if not self._stop_ids and not self._scanner.is_active and not self.stopped:
             self.num_tokens_used += len(delta_token_ids)
             return self._detokenizer.push(delta_token_ids)
@@ -60,7 +61,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """The request has ended: what was kept back. Nothing after a stop string."""
+        """The text held back at the end of the request; empty after a stop string."""
         if isinstance(self.stop_reason, str):
             return ""
         text = self._scan(self._detokenizer.finish(), self.num_tokens_used > self._min_tokens)

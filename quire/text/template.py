@@ -1,7 +1,7 @@
-"""Chat messages to prompt text, by the model's own Jinja template. The front ends hold one `ChatTemplate` per model.
+"""Renders chat messages to prompt text by the model's Jinja template. The front ends hold one `ChatTemplate` per model.
 
-A template that fails or refuses becomes a `template_error` with the template's own words; a model without one, a
-`no_chat_template` error that says what to do.
+A template that fails or refuses raises `template_error` with the template's message; a model without one raises
+`no_chat_template`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_PROMPT_CHARS = 32_000_000
 MAX_SOURCE_CHARS = 1_000_000
-_CUT = "\ue0c1continues-here\ue0c1"  # marks the end of a message that is to be continued; no text has it
+_CUT = "\ue0c1continues-here\ue0c1"  # end of the message to continue; its code point is private
 _PROBE = "content-probe"
 
 ContentForm = Literal["string", "list", "either"]
@@ -48,7 +48,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
-        self._forms: dict[str, ContentForm] = {}  # by role, found when first needed
+        self._forms: dict[str, ContentForm] = {}  # by role; filled at first use
 
     def render(
         self,
@@ -60,15 +60,15 @@ class ChatTemplate:
         documents: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt's text, special tokens written out: encode it with `add_special=False`.
+        """The prompt's text with special tokens written out; encode it with `add_special=False`.
 
-        `continue_final_message` leaves the last message open, for the model to write on; no generation prompt is added
-        then. Further keyword arguments are variables for the template, such as `enable_thinking`.
+        `continue_final_message` leaves the last message open for the model to continue and adds no generation prompt.
+        Other keyword arguments are variables of the template, such as `enable_thinking`.
         """
         from quire.text.sandbox import RenderBudget
 
         _check_messages(messages)
-        budget = RenderBudget()  # one for the whole call, the trial of content forms included
+        budget = RenderBudget()  # one budget for the whole call, including the trial of content forms
         prepared = [self._with_fitting_content(message, budget) for message in messages]
         if continue_final_message:
             add_generation_prompt = False
@@ -94,18 +94,18 @@ class ChatTemplate:
                 pieces.append(piece)
         except TemplateRefusal as refusal:
             raise _template_error(f"refused the messages: {refusal}") from None
-        except Exception as error:  # a template can raise anything its expressions can
+        except Exception as error:  # a template's expressions can raise any exception
             line = _template_line(error.__traceback__)
             raise _template_error(
                 f"failed{f' in line {line}' if line else ''}: {str(error) or type(error).__name__}"
             ) from None
         return "".join(pieces)
 
-    # -- text given as a list of parts
+    # -- content as a list of text parts
 
     def _with_fitting_content(self, message: Message, budget: RenderBudget) -> Message:
-        """Content in the form the template can show: a list of text parts is joined by line breaks for a template that
-        takes strings only, and a string becomes a list of one part for a template that takes lists only."""
+        """The message with content in a form that the template renders: text parts are joined by line breaks for a
+        template that takes strings only, a string becomes a list of one part for a template that takes lists only."""
         content = message.get("content")
         form = self._content_form(message["role"], budget)
         if isinstance(content, str) and form == "list":
@@ -115,7 +115,7 @@ class ChatTemplate:
         return message
 
     def _content_form(self, role: str, budget: RenderBudget) -> ContentForm:
-        """Which forms of content the template can show for a role. Found by trying both on a tiny conversation."""
+        """The forms of content that the template renders for a role, found by rendering a tiny conversation in both."""
         if role not in ("system", "user", "assistant"):
             return "list" if self._content_form("user", budget) == "list" else "string"
         if role not in self._forms:
@@ -125,14 +125,14 @@ class ChatTemplate:
     def _try_forms(self, role: str, budget: RenderBudget) -> ContentForm:
         as_string = self._try(role, _PROBE, budget)
         as_list = self._try(role, [{"type": "text", "text": _PROBE}], budget)
-        # A template that does not know lists prints the list itself, quotes and all, or fails.
+        # A template without support for lists prints the list's repr or fails.
         shows_list = _PROBE in as_list and not any(f"{quote}{_PROBE}{quote}" in as_list for quote in "'\"")
         if not shows_list:
             return "string"
         return "either" if _PROBE in as_string else "list"
 
     def _try(self, role: str, content: Any, budget: RenderBudget) -> str:
-        """The tiny conversation's text, or none if the template fails on it."""
+        """The tiny conversation's text, or an empty one if the template fails on it."""
         empty = "-" if isinstance(content, str) else [{"type": "text", "text": "-"}]
         user, probe = {"role": "user", "content": empty}, {"role": role, "content": content}
         conversation = {"system": [probe, user], "user": [probe], "assistant": [user, probe, user]}[role]
@@ -145,7 +145,7 @@ class ChatTemplate:
 
 
 def template_for(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
-    """The model's template, or the one given instead: Jinja text, or the path of a file that holds it."""
+    """The model's template, or `override`: Jinja text or the path of a file with it."""
     if override is not None:
         return ChatTemplate(_read_override(override), tokenizer.special_tokens)
     if tokenizer.chat_template is None:
@@ -158,7 +158,7 @@ def template_for(tokenizer: Tokenizer, override: str | None = None) -> ChatTempl
 
 
 def template_source(tokenizer: Tokenizer | None, override: str | None) -> str:
-    """The text of the template that is in force; empty where there is none."""
+    """The source of the template in use; empty if there is none."""
     if override is not None:
         return _read_override(override)
     return (tokenizer.chat_template if tokenizer is not None else None) or ""
@@ -214,7 +214,7 @@ def _text_of(part: dict[str, Any]) -> str:
 
 
 def _marked(message: Message) -> Message:
-    """The message with the cut mark at the end of its text."""
+    """The message with `_CUT` appended to its text."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + _CUT}
@@ -230,7 +230,7 @@ def _template_error(what: str) -> QuireError:
 
 
 def _template_line(traceback: TracebackType | None) -> int | None:
-    """The line of the template an error came from: Jinja makes its frames look as if the template were Python."""
+    """The line of the template that raised an error. Jinja gives its frames the template's line numbers."""
     line = None
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == "<template>":

@@ -1,7 +1,7 @@
-"""Text to token ids and back. `Tokenizer` wraps one `tokenizers` backend with the model's own rules about special ids.
+"""Encodes and decodes text. `Tokenizer` wraps a `tokenizers` backend with the model's rules about special ids.
 
-Front ends call it to encode prompts; `Detokenizer` and `resolve` build on `token_bytes`. Built by `from_folder`
-(Hugging Face files) or `from_gguf` (the GGUF's metadata). It never changes after it is built: threads may share it.
+Front ends encode prompts with it; `Detokenizer` and `resolve` use `token_bytes`. It is built by `from_folder` (Hugging
+Face files) or `from_gguf` (GGUF metadata) and is immutable, so threads may share it.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from quire.text.pieces import PieceRule
 from quire.types import QuireError
 
 MAX_SEARCHES_KEPT = 256
-MAX_WORDS_KEPT = 2048  # of which the backend remembers the tokens; its own 10,000 are megabytes that fill for hours
-_ANCHOR = "\n"  # no vocabulary merges a line break with the word after it
+MAX_WORDS_KEPT = 2048  # words in the backend's cache; its default of 10,000 grows by megabytes over hours
+_ANCHOR = "\n"  # no vocabulary merges a line break with the following word
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerVocabulary:
-    """What a tokenizer must know beside its backend. The two builders fill it in."""
+    """The model's vocabulary as far as the backend does not describe it. Filled by the two builders."""
 
     size: int
     rule: PieceRule
-    token_text: Callable[[int], str | None]  # an id's written form; asked only for 0 <= id < size
-    special_ids: frozenset[int] = frozenset()  # carry no text of their own: BOS, end of turn, ...
-    added_ids: frozenset[int] = frozenset()  # written as plain text, not in the vocabulary's spelling
+    token_text: Callable[[int], str | None]  # spelling of an id; called only for 0 <= id < size
+    special_ids: frozenset[int] = frozenset()  # control tokens: BOS, end of turn, ...
+    added_ids: frozenset[int] = frozenset()  # spelled as plain text, not in the vocabulary's byte spelling
     bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()  # each of them ends a turn; the first is the EOS proper
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # "bos_token" -> "<s>", as chat templates want it
+    eos_ids: tuple[int, ...] = ()  # ids that end a turn; the first is EOS
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # "bos_token" -> "<s>", variables of chat templates
     chat_template: str | None = None
-    prefix_ids: tuple[int, ...] = ()  # put around every encoded text, where the backend's own
-    suffix_ids: tuple[int, ...] = ()  # post-processor does not do it already
+    prefix_ids: tuple[int, ...] = ()  # put before every encoded text if the post-processor does not add them
+    suffix_ids: tuple[int, ...] = ()  # put after every encoded text likewise
 
 
 class Tokenizer:
     def __init__(self, backend: Any, vocabulary: TokenizerVocabulary):
         self._backend = backend
-        with suppress(AttributeError):  # not every kind of model has such a cache, nor every version of it a size
+        with suppress(AttributeError):  # some kinds and versions of models have no such cache
             backend.model._resize_cache(MAX_WORDS_KEPT)
         self._vocabulary = vocabulary
-        self._known_bytes: dict[int, bytes] = {}  # filled as ids are met; a lost race only repeats the work
+        self._known_bytes: dict[int, bytes] = {}  # a cache; a race between threads only repeats work
         self._searches: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
         self._search_lock = threading.Lock()
 
@@ -66,11 +66,11 @@ class Tokenizer:
 
         return tokenizer_from_gguf(metadata)
 
-    # -- what the vocabulary says
+    # -- vocabulary
 
     @property
     def vocab_size(self) -> int:
-        """Ids run from 0 to this; a model's output layer may be padded beyond it."""
+        """One more than the largest id. A model's output layer may be padded beyond it."""
         return self._vocabulary.size
 
     @property
@@ -95,12 +95,12 @@ class Tokenizer:
 
     @cached_property
     def special_spellings(self) -> tuple[str, ...]:
-        """How control tokens are written in text, longest first. One character alone is no spelling."""
+        """Spellings of control tokens in text, longest first, without those of one character."""
         return self._spellings(self._vocabulary.special_ids)
 
     @cached_property
     def turn_spellings(self) -> tuple[str, ...]:
-        """The spellings of the tokens that begin a text or end a turn."""
+        """Spellings of the tokens that begin a text or end a turn."""
         bos = () if self.bos_id is None else (self.bos_id,)
         return self._spellings({*bos, *self.eos_ids})
 
@@ -114,11 +114,11 @@ class Tokenizer:
     # -- text to ids
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Special tokens written in the text are recognised. `add_special` puts BOS (and EOS) where the model wants
-        them; leave it off for text from a chat template, which writes its own."""
+        """The text's ids; special tokens spelled in it are recognised. `add_special` adds BOS (and EOS) as the model
+        requires; leave it off for text from a chat template, which writes them itself."""
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
-        except TypeError:  # what the backend says to other types, and to text that has no UTF-8 form
+        except TypeError:  # raised by the backend for other types and for text without a UTF-8 form
             why = "holds half a surrogate pair" if isinstance(text, str) else f"is of type {type(text).__name__}"
             raise QuireError("invalid_text", f"The text can't be encoded: it {why}.", "Send valid Unicode.") from None
         if add_special:
@@ -126,7 +126,7 @@ class Tokenizer:
         return ids
 
     def encode_inside(self, text: str) -> list[int]:
-        """The ids of a text in the middle of another: a space that the tokenizer puts before a text is left out."""
+        """The ids of a text inside another, without the space that the tokenizer puts before a text."""
         alone = self.encode(text, add_special=False)
         if b"".join(map(self.token_bytes, alone)) == text.encode():
             return alone
@@ -137,8 +137,8 @@ class Tokenizer:
     # -- ids to text
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Broken UTF-8 becomes U+FFFD. No clean-up of spaces is done, whatever the model's files ask for: it would
-        change text that has been streamed already."""
+        """The ids' text; broken UTF-8 becomes U+FFFD. Spaces are never cleaned up, even if the model's files request
+        it, because that would change text that is already streamed."""
         shown = self.shown_ids(ids, skip_special)
         if self.rule.kind == "opaque":
             return self.decode_opaque(shown)
@@ -146,17 +146,17 @@ class Tokenizer:
         return text[1:] if self.rule.strip_space and text.startswith(" ") else text
 
     def decode_opaque(self, ids: Sequence[int]) -> str:
-        """The backend's own way of joining tokens; the only one there is for an opaque vocabulary."""
+        """The ids' text as the backend joins it, which is the only way for an opaque vocabulary."""
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
 
     def shown_ids(self, ids: Iterable[int], skip_special: bool) -> list[int]:
-        """The ids that have a say in the text: known ones, and special ones only if wanted."""
+        """The ids that contribute to the text: known ones, without special ones if `skip_special`."""
         size, hidden = self._vocabulary.size, self._vocabulary.special_ids if skip_special else frozenset()
         return [token_id for token_id in ids if 0 <= token_id < size and token_id not in hidden]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token adds to a text (part of a character, maybe); empty for an id nobody knows."""
+        """The bytes that one token adds to a text, possibly part of a character; empty for an unknown id."""
         known = self._known_bytes.get(token_id)
         if known is None:
             known = self._known_bytes[token_id] = self._find_bytes(token_id)
@@ -172,8 +172,8 @@ class Tokenizer:
         )
 
     def ids_containing(self, text: str) -> tuple[int, ...]:
-        """Every id whose own text contains this text, in order. One search over the bytes of the whole vocabulary,
-        remembered for the last texts."""
+        """Every id whose text contains this text, in order. One search over the bytes of the whole vocabulary; recent
+        results are cached."""
         wanted = text.encode("utf-8", "replace")
         with self._search_lock:
             if wanted in self._searches:
@@ -194,16 +194,16 @@ class Tokenizer:
             if place + len(wanted) <= ends[token_id]:
                 yield token_id
                 place = text.find(wanted, ends[token_id])
-            else:  # it reaches into the next token
+            else:  # the match spans two tokens
                 place = text.find(wanted, place + 1)
 
     @cached_property
     def _all_bytes(self) -> tuple[bytes, list[int]]:
-        """The bytes of all tokens side by side, and where each one's end."""
+        """The concatenated bytes of all tokens, and the end offset of each."""
         tokens = [self.token_bytes(token_id) for token_id in range(self.vocab_size)]
         return b"".join(tokens), list(accumulate(map(len, tokens)))
 
     @cached_property
     def longest_token(self) -> int:
-        """The most bytes of text that one token stands for."""
+        """The byte length of the longest token."""
         return max(1, max(map(len, map(self.token_bytes, range(self.vocab_size))), default=1))

@@ -1,7 +1,6 @@
-"""JSON schemas as the grammar engine can enforce them: what it knows is kept, what it does not know is named.
+"""Reduces JSON schemas to what the grammar engine enforces, and names the keywords that are left out.
 
-`normalise` is the one entrance. Front ends call it for the notes of what is not enforced, and whoever writes a grammar
-for the schema it returns.
+`normalise` is the only entry point. Front ends use its notes, writers of grammars the schema it returns.
 """
 
 from quire.text.schema.normal import Normal, normalise

@@ -1,4 +1,4 @@
-"""Is it certain that no value fits two schemas? Then `oneOf` means the same as `anyOf`, which a grammar can enforce."""
+"""Proves that no value fits two schemas. `oneOf` over such schemas equals `anyOf`, which a grammar can enforce."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_DEPTH = 6
 
 
 def all_exclusive(branches: list[Any], references: References) -> bool:
-    """False also where it is not known."""
+    """Whether every two branches are certainly exclusive."""
     if len(branches) * (len(branches) - 1) // 2 > MAX_PAIRS:
         return False
     return all(
@@ -52,7 +52,7 @@ def exclusive(first: Any, second: Any, references: References, depth: int = 0) -
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """What a value may be; a number may be an integer."""
+    """The types that a value may have; "number" includes "integer"."""
     values = values_of(schema)
     if values is not None:
         return frozenset(name for value in values for name in types_of_value(json.loads(value)))
@@ -62,13 +62,13 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def values_of(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """All values that fit, as texts that are equal where the values are; None: they are not listed."""
+    """All values that fit, in canonical form; None if the schema lists none."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     return frozenset(map(canonical, listed)) if isinstance(listed, list) else None
 
 
 def canonical(value: Any) -> str:
-    """1 and 1.0 are one value in JSON schema; 1 and true are not."""
+    """JSON text that is equal for equal values: 1 and 1.0 are equal in JSON schema, 1 and true are not."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def types_of_value(value: Any) -> tuple[str, ...]:
-    """The types a value has; a whole number has two."""
+    """The types of a value; a whole number has two."""
     if value is None:
         return ("null",)
     if isinstance(value, bool):
@@ -92,7 +92,7 @@ def types_of_value(value: Any) -> tuple[str, ...]:
 
 
 def _all_of(schema: Mapping[str, Any], references: References) -> list[Any]:
-    """Schemas that every value of this one fits as well."""
+    """Schemas that every value of this schema also fits."""
     parts = schema.get("allOf")
     found = list(parts) if isinstance(parts, list) and len(parts) <= 64 else []
     ref = ref_of(schema)

@@ -1,6 +1,7 @@
-"""Keywords that join schemas: `allOf`, `anyOf`, `oneOf`, `not`, `if`, and what depends on a property being there.
+"""Keywords that combine schemas: `allOf`, `anyOf`, `oneOf`, `not`, `if`, and dependencies on a property.
 
-A grammar can say "both" and "either", not "only one" or "not". Where these come to the same, they are written so.
+A grammar can express conjunction and disjunction, but neither "exactly one" nor negation. These are rewritten where an
+equivalent exists, and left out otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from quire.text.schema.notes import below, broken
 if TYPE_CHECKING:
     from quire.text.schema.normal import Walk
 
-MAX_CONDITIONS = 4  # of dependencies in one schema: each doubles the ways there are
+MAX_CONDITIONS = 4  # dependencies in one schema; each doubles the alternatives
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _ANNOTATIONS = frozenset(["title", "description", "$comment", "default", "examples", "type", "$schema", "$defs", "$id"])
 
@@ -62,7 +63,7 @@ def _read_not(walk: Walk, schema: Mapping[str, Any], place: str, depth: int, mor
 
 
 def _opposite(schema: Any, beside: Mapping[str, Any]) -> Any:
-    """A schema for what does not fit this one; None: it can't be said."""
+    """A schema of the values that do not fit this one; None if there is no such schema."""
     if isinstance(schema, bool):
         return not schema
     if not isinstance(schema, Mapping):
@@ -90,7 +91,7 @@ def _opposite(schema: Any, beside: Mapping[str, Any]) -> Any:
 
 
 def _read_if(walk: Walk, schema: Mapping[str, Any], place: str, depth: int, more: list[Any]) -> None:
-    """Enforced where it asks for the value of a property that is always there and has listed values."""
+    """Enforce `if` where it tests a required property with listed values; leave it out elsewhere."""
     cases = _cases(schema)
     if cases is None:
         walk.findings.leave_out("if", place, "a grammar can't tell by a schema what follows")
@@ -106,7 +107,7 @@ def _read_if(walk: Walk, schema: Mapping[str, Any], place: str, depth: int, more
 
 
 def _cases(schema: Mapping[str, Any]) -> tuple[str, list[Any], list[Any]] | None:
-    """The property that `if` asks for, with the values for which it holds, and those for which it does not."""
+    """The property that `if` tests, the values for which it holds, and those for which it does not."""
     asked, properties = schema["if"], schema.get("properties")
     if not isinstance(asked, Mapping) or not set(asked) - _ANNOTATIONS <= {"properties", "required"}:
         return None
@@ -138,7 +139,7 @@ def _listed(schema: Any) -> list[Any] | None:
 
 
 def _read_dependencies(walk: Walk, schema: Mapping[str, Any], place: str, depth: int, more: list[Any]) -> None:
-    """What a property asks for when it is there: it is not there, or that holds."""
+    """Dependencies of a property: either the property is absent, or the dependent schema holds."""
     made = []
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         if keyword not in schema:

@@ -1,8 +1,7 @@
-"""Rewrites a JSON schema into the keywords the grammar library enforces, with notes of what can't be.
+"""Rewrites a JSON schema into the keywords that the grammar library enforces, with notes about the others.
 
-The result holds nothing else: no annotations, no unknown keywords, and references only to `$defs` of its own. Keywords
-are read by the group they belong to: `values` for single values, `shapes` for objects and arrays, `logic` for those
-that join schemas.
+The result holds no annotations, no unknown keywords, and references to its own `$defs` only. Keywords are read in
+groups: `values` for single values, `shapes` for objects and arrays, `logic` for combinations of schemas.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from quire.types import QuireError
 
 MAX_DEPTH = 64
 MAX_SCHEMAS = 50_000
-MAX_PATTERNS = 256  # different ones; each is tried by itself
-_SIBLINGS_MEAN_NOTHING = ("draft-03", "draft-04", "draft-06", "draft-07")  # beside $ref
+MAX_PATTERNS = 256  # different patterns; each is compiled separately
+_SIBLINGS_MEAN_NOTHING = ("draft-03", "draft-04", "draft-06", "draft-07")  # drafts that ignore keywords beside $ref
 
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    schema: dict[str, Any]  # what is enforced
-    notes: tuple[SchemaNote, ...]  # what is not
+    schema: dict[str, Any]  # the enforced part
+    notes: tuple[SchemaNote, ...]  # keywords that are not enforced
 
 
 def normalise(schema: Any, *, strict: bool) -> Normal:
-    """`strict`: refuse what can't be enforced, by keyword and place, instead of leaving it out. Raises `invalid_schema`
-    or `grammar_too_complex`."""
+    """The enforced part of a schema. `strict`: refuse keywords that can't be enforced, by name and place, instead of
+    leaving them out. Raises `invalid_schema` or `grammar_too_complex`."""
     walk = Walk(schema, SchemaNotes(strict))
     try:
         made = walk.whole(schema)
@@ -43,17 +42,17 @@ def normalise(schema: Any, *, strict: bool) -> Normal:
 
 
 class Walk:
-    """One way through a schema. The readers of keywords call `schema` for the schemas inside theirs."""
+    """One traversal of a schema. The readers of keywords call `schema` for nested schemas."""
 
     def __init__(self, root: Any, findings: SchemaNotes):
         self.references = References(root)
         self.findings = findings
         self._names: dict[str, str] = {}  # place of a reference's target -> its name in $defs
-        self._waiting: list[tuple[str, str, Any]] = []  # targets that are not written yet
+        self._waiting: list[tuple[str, str, Any]] = []  # targets not yet added to $defs
         self._num_schemas = 0
         self._patterns: set[str] = set()
-        self._copied: list[str] = []  # targets that are being copied to where they are joined with others
-        self._active: set[str] = set()  # places on the way to where the walk is
+        self._copied: list[str] = []  # targets being copied into combinations
+        self._active: set[str] = set()  # places on the current path
         stated = root.get("$schema") if isinstance(root, Mapping) else None
         self._skips_siblings = isinstance(stated, str) and any(name in stated for name in _SIBLINGS_MEAN_NOTHING)
 
@@ -69,7 +68,7 @@ class Walk:
         return {**found, "$defs": definitions} if definitions else found
 
     def schema(self, schema: Any, place: str, depth: int, *, joined: bool = False) -> Any:
-        """The schema there as it is enforced: an object or a boolean. `joined`: others must fit as well."""
+        """The enforced form of the schema at `place`: an object or a boolean. `joined`: it is combined with others."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
@@ -81,7 +80,7 @@ class Walk:
         if self._num_schemas > MAX_SCHEMAS:
             raise too_much(f"The JSON schema holds more than {MAX_SCHEMAS} schemas.")
         if place in self._active and not joined:
-            return self._pointer((place, schema))  # the way leads through a copy of what it is in
+            return self._pointer((place, schema))  # the path leads through a copy of an enclosing schema
         is_new = place not in self._active
         self._active.add(place)
         try:
@@ -106,14 +105,14 @@ class Walk:
         return {**beside, "allOf": [*beside.get("allOf", ()), self._copy(target, place, depth)]}
 
     def new_pattern(self, pattern: str) -> None:
-        """Count a pattern that is going to be tried."""
+        """Count a pattern before it is compiled."""
         self._patterns.add(pattern)
         if len(self._patterns) > MAX_PATTERNS:
             raise too_much(f"The JSON schema holds more than {MAX_PATTERNS} different patterns.")
 
     def _without_ref(self, schema: Mapping[str, Any], place: str, depth: int) -> Any:
         made: dict[str, Any] = {}
-        more: list[Any] = []  # schemas that must fit as well
+        more: list[Any] = []  # further schemas that must hold
         read_values(self, schema, place, made, more)
         read_array(self, schema, place, depth, made)
         read_object(self, schema, place, depth, made, more)
@@ -133,7 +132,8 @@ class Walk:
         return {"$ref": f"#/$defs/{self._names[place]}"}
 
     def _copy(self, target: tuple[str, Any], place: str, depth: int) -> Any:
-        """The library joins no schema that leads back to itself with others, but a copy whose parts do."""
+        """A copy of a circular target: the library combines no circular schema with others, but it takes a copy whose
+        parts are circular."""
         if not self.references.is_circular(*target):
             return self._pointer(target)
         if target[0] in self._copied:

@@ -1,4 +1,4 @@
-"""What is found in a schema: notes of what is left out, and refusals. Both name a keyword and a place."""
+"""Notes about keywords that are not enforced, and refusals of schemas. Both name a keyword and a place."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from quire.types import QuireError
 
-MAX_NOTES = 64  # of one schema; more say nothing new
+MAX_NOTES = 64  # per schema
 MAX_SHOWN = 120  # characters of a place or a value in a message
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaNote:
-    """A keyword that is left out of what is enforced."""
+    """A keyword that is not enforced."""
 
     keyword: str
     place: str  # a JSON pointer from the schema's root, `#/properties/tags`
@@ -24,7 +24,7 @@ class SchemaNote:
 
 @dataclass(slots=True)
 class SchemaNotes:
-    """Collects notes. Of a strict schema the first one is a refusal."""
+    """Collects notes. In a strict schema the first one raises."""
 
     strict: bool
     notes: list[SchemaNote] = field(default_factory=list)
@@ -39,7 +39,7 @@ class SchemaNotes:
 
 
 def broken(keyword: str, place: str, why: str) -> QuireError:
-    """A keyword that means nothing as it is written, whatever can be enforced."""
+    """The error for a keyword whose value is invalid."""
     what = f"The schema's '{shown(keyword)}' at {shown(place)} {why}."
     return QuireError("invalid_schema", what, "Correct it, or leave it out.")
 
@@ -54,7 +54,7 @@ def below(place: str, *names: str | int) -> str:
 
 
 def shown(text: object) -> str:
-    """A client's own words within a message: one short line of ASCII, so that it may also stand in a header."""
+    """A client's text inside a message: one short line of printable ASCII, so that it fits a header."""
     line = str(text).encode("ascii", "backslashreplace").decode()
     line = "".join(character if " " <= character <= "~" else "?" for character in line)
     return line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN - 3]}..."

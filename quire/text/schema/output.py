@@ -1,4 +1,4 @@
-"""What of an output's schema is not enforced, told before the request goes to the engine."""
+"""Warnings about the parts of an output's schema that are not enforced."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.types import GrammarSpec, QuireError
 
 
 def with_schema_warnings(spec: GrammarSpec, param: str) -> GrammarSpec:
-    """The same spec with its warnings. Raises what is wrong with the schema, as an error of the field `param`."""
+    """`spec` with its warnings. Raises for an invalid schema, with `param` as the field at fault."""
     if spec.kind != "json_schema":
         return spec
     try:
         schema = json.loads(spec.value)
     except (ValueError, RecursionError):
-        return spec  # the engine says so
+        return spec  # the engine refuses it
     try:
         notes = normalise(schema, strict=spec.strict).notes
     except QuireError as error:

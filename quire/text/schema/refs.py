@@ -1,6 +1,6 @@
-"""What a `$ref` of a schema points to: a place in the same document, by pointer, anchor or `$id`.
+"""Resolves a `$ref` to a place in the same document, by pointer, anchor or `$id`.
 
-Nothing is ever fetched. Targets are found in the schema as the client wrote it; `Normaliser` copies them to `$defs`.
+Nothing is ever fetched. Targets are found in the client's schema; `Walk` copies them to `$defs`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from quire.text.schema.notes import below
 
 MAX_CHAIN = 64  # references to references
-MAX_WORK = 1_000_000  # values looked at to find out what two schemas have to do with each other
+MAX_WORK = 1_000_000  # values visited for questions about circularity and exclusiveness
 _REFS = ("$ref", "$recursiveRef", "$dynamicRef")
 
 
@@ -24,12 +24,12 @@ class References:
         self._work = 0
 
     def may_look(self, steps: int = 1) -> bool:
-        """Is there work left for questions whose answer may also be "not known"?"""
+        """Count visited values. Returns False once the budget is spent; callers then answer "not known"."""
         self._work += steps
         return self._work <= MAX_WORK
 
     def find(self, ref: str) -> tuple[str, Any] | None:
-        """The place and the schema that `ref` means; None: it is nowhere in this document."""
+        """The place and the schema that `ref` refers to; None if it is not in this document."""
         for _ in range(MAX_CHAIN):
             found = self._find_one(ref)
             if found is None:
@@ -38,16 +38,16 @@ class References:
             if following is None:
                 return found
             ref = following
-        return None  # it only ever refers to itself
+        return None  # a chain without an end
 
     def is_circular(self, place: str, schema: Any) -> bool:
-        """Does the schema there refer to itself, directly or through others?"""
+        """Whether the schema at `place` refers to itself, directly or through others."""
         if place not in self._circular:
             seen: set[str] = set()
             stack, circular = [schema], False
             while stack and not circular:
                 if not self.may_look():
-                    circular = True  # not known: the careful answer
+                    circular = True  # not known; true is the safe answer
                     break
                 refs, count = _refs_in(stack.pop())
                 self.may_look(count)
@@ -86,7 +86,7 @@ class References:
         return (place, schema) if isinstance(schema, (Mapping, bool)) else None
 
     def _names(self) -> dict[str, tuple[str, Any]]:
-        """Every `$id` and anchor of the document."""
+        """Every `$id` and anchor of the document, with its place and schema."""
         if self._named is None:
             self._named = {}
             stack: list[tuple[str, Any, str]] = [("#", self._root, "")]
@@ -108,19 +108,19 @@ class References:
 
 
 def ref_of(schema: Mapping[str, Any]) -> str | None:
-    """Where a schema refers to. References that a dynamic scope decides mean what they mean without one."""
+    """The schema's reference, if any. Dynamic references are resolved statically."""
     return next((schema[key] for key in _REFS if isinstance(schema.get(key), str)), None)
 
 
 def pure_ref(schema: Any) -> str | None:
-    """The reference of a schema that is nothing else."""
+    """The reference of a schema that has no other keyword."""
     if not isinstance(schema, Mapping) or len(schema) != 1:
         return None
     return ref_of(schema)
 
 
 def _refs_in(schema: Any) -> tuple[list[str], int]:
-    """All references inside a schema, and how many values were looked at."""
+    """All references inside a schema, and the number of values visited."""
     found, stack, count = [], [schema], 0
     while stack:
         value = stack.pop()

@@ -17,7 +17,7 @@ _JOINING = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "
 
 def read_array(walk: Walk, schema: Mapping[str, Any], place: str, depth: int, made: dict[str, Any]) -> None:
     first, rest = schema.get("prefixItems"), "items"
-    if isinstance(schema.get("items"), list):  # as drafts before 2020 have it
+    if isinstance(schema.get("items"), list):  # form of drafts before 2020
         first, rest = schema["items"], "additionalItems"
     if first is not None:
         if not isinstance(first, list):
@@ -79,7 +79,7 @@ def _read_required(walk: Walk, schema: Mapping[str, Any], place: str, made: dict
 def _read_pattern_properties(
     walk: Walk, schema: Mapping[str, Any], place: str, depth: int, made: dict[str, Any]
 ) -> None:
-    """Where a pattern is left out, the names it stands for must stay possible."""
+    """Read `patternProperties`. Where it is left out, the names that it covers must stay allowed."""
     if "patternProperties" not in schema:
         return
     found: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def _read_pattern_properties(
 def _read_unevaluated(
     walk: Walk, schema: Mapping[str, Any], keyword: str, plain: str, place: str, depth: int, made: dict[str, Any]
 ) -> None:
-    """Where nothing else looks at the value, it means what its plain counterpart means."""
+    """Read an `unevaluated…` keyword as its plain counterpart where no other keyword evaluates the values."""
     if keyword not in schema or schema[keyword] is True or schema[keyword] == {}:
         return
     if not any(key in schema for key in _JOINING) and "contains" not in schema:
@@ -116,7 +116,7 @@ def _read_unevaluated(
 
 
 def _read_names(walk: Walk, names: Any, place: str, made: dict[str, Any]) -> None:
-    """`propertyNames` as the names there may be, where they are listed or have a pattern."""
+    """Enforce `propertyNames` where names are listed or have one pattern."""
     if names is True or (isinstance(names, Mapping) and set(names) <= {"type", "title", "description"}):
         return
     meaning = {key: value for key, value in names.items() if key != "type"} if isinstance(names, Mapping) else {}
@@ -165,7 +165,8 @@ def _overlap(walk: Walk, patterns: tuple[str, ...]) -> bool:
 
 
 def _only(names: Iterable[str]) -> str:
-    """One pattern for these names alone: the library's time grows with the number of patterns faster than it may."""
+    """One pattern that matches exactly these names: the library's time grows faster than linearly with the number of
+    patterns."""
     each = (
         "".join(c if c.isalnum() or c == "_" or ord(c) > 127 else f"\\x{ord(c):02x}" for c in name) for name in names
     )

@@ -1,4 +1,4 @@
-"""Formats and patterns of strings, as the grammar library writes them; and which of them it can not."""
+"""Translates string formats and patterns for the grammar library, and reports those that it can't enforce."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _PLAIN = r"([A-Za-z0-9._~!$&'()*+,;=@-]|%[0-9A-Fa-f]{2})"  # the same without a 
 _HOST = r"([A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*(:[0-9]*)?"
 _END = rf"(\?({_CHARACTER}|[/?])*)?(#({_CHARACTER}|[/?])*)?"
 _POINTER = r"(/([^~/]|~[01])*)*"
-WRITTEN_FORMATS = {  # as patterns; each allows nothing that the format does not
+WRITTEN_FORMATS = {  # formats as patterns; each pattern is at least as strict as its format
     "uri-reference": rf"^(([A-Za-z][A-Za-z0-9+.-]*:)?(//{_HOST}(/{_CHARACTER}*)*|/({_CHARACTER}+(/{_CHARACTER}*)*)?)"
     rf"|{_PLAIN}+(/{_CHARACTER}*)*)?{_END}$",
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
 }
-_NARROW_FUEL = 200_000  # what one pattern may cost to try
+_NARROW_FUEL = 200_000  # lexer fuel for compiling one pattern
 
 
 def translated(pattern: str) -> str:
-    """A pattern in JSON schema's dialect (ECMAScript's) in the library's: within a class some characters mean
-    themselves in the one and sets in the other."""
+    """An ECMAScript pattern in the library's dialect, in which some characters inside a class denote set operations and
+    need an escape."""
     made: list[str] = []
     in_class = escaped = False
     for character in pattern:
@@ -43,7 +43,7 @@ def translated(pattern: str) -> str:
 
 @lru_cache(1024)
 def complaint(pattern: str) -> str | None:
-    """Why a pattern can not be enforced; None: it can. `pattern` is translated."""
+    """Why a translated pattern can't be enforced; None if it can."""
     found = _library_complaint({"type": "string", "pattern": pattern})
     if not found:
         return None
@@ -56,7 +56,7 @@ def complaint(pattern: str) -> str | None:
 
 @lru_cache(256)
 def overlap(patterns: tuple[str, ...]) -> bool:
-    """May one text match two of these patterns?"""
+    """Whether one text may match two of these patterns."""
     return bool(_library_complaint({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}))
 
 

@@ -16,7 +16,7 @@ _BOUNDS = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 
 
 def read_values(walk: Walk, schema: Mapping[str, Any], place: str, made: dict[str, Any], more: list[Any]) -> None:
-    """`more` takes what must hold as well and has its keyword taken already."""
+    """Read the keywords of single values into `made`. Constraints whose keyword is in use go to `more`."""
     types = _read_type(schema, place)
     if types is not None:
         made["type"] = types[0] if len(types) == 1 else types
@@ -42,7 +42,7 @@ def _read_type(schema: Mapping[str, Any], place: str) -> list[str] | None:
 
 
 def _read_listed(schema: Mapping[str, Any], place: str, types: list[str] | None, made: dict[str, Any]) -> None:
-    """A listed value that is not of the type never fits."""
+    """Read `const` and `enum`, without the values that are not of the type."""
     if "const" in schema:
         made["const"] = schema["const"]
     if "enum" not in schema:
@@ -58,7 +58,7 @@ def _read_numbers(schema: Mapping[str, Any], place: str, made: dict[str, Any]) -
     for keyword, exclusive in _BOUNDS.items():
         if keyword in schema:
             made[keyword] = _number_of(schema, keyword, place)
-        if isinstance(schema.get(exclusive), bool):  # as draft 4 has it
+        if isinstance(schema.get(exclusive), bool):  # form of draft 4
             if schema[exclusive] and keyword in made:
                 made[exclusive] = made.pop(keyword)
         elif exclusive in schema:
@@ -96,7 +96,7 @@ def _read_pattern(walk: Walk, schema: Mapping[str, Any], place: str, made: dict[
 
 
 def usable(walk: Walk, pattern: str) -> tuple[str, str | None]:
-    """A pattern as the library has it, and why it can't be enforced, if it can't."""
+    """The translated pattern, and the reason why it can't be enforced, or None."""
     pattern = translated(pattern)
     walk.new_pattern(pattern)
     return pattern, complaint(pattern)

@@ -15,7 +15,7 @@ from quire.types import CacheSpec, QuireError
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 GIB = 1 << 30
 MIN_SLOTS = 3  # scratch, a live state, a snapshot
-LAPTOP_CACHE = 2 * GIB  # default limit on a CPU, whose memory other programs share
+CPU_CACHE_LIMIT = 2 * GIB  # default limit on a CPU, whose memory other programs share
 HOST_LIMITS = {"cpu": 1 * GIB, "cuda": 8 * GIB}  # default bytes of host swap; pinned on CUDA, allocated when first used
 HOST_SHARE = 0.25
 # Pages and state slots are divided such that conversations of this many tokens exhaust both at the same time. A slot
@@ -24,7 +24,7 @@ CONVERSATION_TOKENS = 4096
 CONVERSATION_SLOTS = 3
 # Windows per conversation: its current position, and the position from which another turn or conversation starts.
 CONVERSATION_WINDOWS = 2
-STEPS_AT_ONCE = 3  # steps whose pages a window pool holds at once: planned, in flight, and pending-free
+STEPS_PER_WINDOW_POOL = 3  # steps whose pages a window pool holds at once: planned, in flight, and pending-free
 MAX_SLOTS_PER_ROW = 64  # limit for tiny models, which have room for more snapshots than hits
 
 
@@ -109,15 +109,15 @@ def plan_memory(
     rows = max_rows * (max_model_len + 1) * 4 + max_rows * 4 * sum(
         -(-max_model_len // s.page_tokens) if s.kind == "paged" else 1 for s in specs
     )
-    shares = _Shares(specs, max_model_len, max_rows, max_batch_tokens)
-    page = shares.page
+    shares = _GroupShares(specs, max_model_len, max_rows, max_batch_tokens)
+    page = shares.page_bytes
     slot = sum(unit_bytes(s) for s in specs if s.kind == "state")
     size = specs[0].page_tokens
     budget = _cache_budget(specs, config, device, available - activations - rows, max_model_len, shares)
     num_slots = _num_slots(config, budget, page, slot, max_rows, -(-min(max_model_len, CONVERSATION_TOKENS) // size))
     num_pages = config.num_pages or 0
     if page and not num_pages:
-        num_pages = shares.most(budget - num_slots * slot)
+        num_pages = shares.max_pages(budget - num_slots * slot)
     if slot and num_slots < MIN_SLOTS:
         raise QuireError(
             "out_of_memory",
@@ -145,7 +145,7 @@ def plan_memory(
         if spec.kind == "paged" and spec.window is not None and num_pages < min(need, -(-max_model_len // size) + 1):
             what = f"A window of {spec.window} tokens needs {need} pages, there are {num_pages}."
             raise QuireError("out_of_memory", what, "Raise cache_memory or num_pages, or free memory.")
-    host_shares = _Shares(specs, max_model_len, max_rows=1)  # swapped-out requests have no steps in flight
+    host_shares = _GroupShares(specs, max_model_len, max_rows=1)  # swapped-out requests have no steps in flight
     host = _host_units(specs, config, device, host_available, slot, num_pages, max_rows, host_shares)
     units = tuple(shares.pages(s, num_pages) if s.kind == "paged" else num_slots for s in specs)
     return MemoryPlan(
@@ -163,7 +163,7 @@ def plan_memory(
     )
 
 
-class _Shares:
+class _GroupShares:
     """Divides pages among a model's groups.
 
     A window releases the pages it has passed, so its pool is smaller, in proportion to what a conversation needs of it.
@@ -175,7 +175,7 @@ class _Shares:
         self._all_windowed = all(spec.window is not None for spec in self._paged)
         size = specs[0].page_tokens
         self._conversation = -(-min(max_model_len, CONVERSATION_TOKENS) // size)
-        self._under_way = STEPS_AT_ONCE * -(-max_batch_tokens // size)
+        self._pages_in_flight = STEPS_PER_WINDOW_POOL * -(-max_batch_tokens // size)
         self._max_rows = max_rows
 
     def pages(self, spec: CacheSpec, num_pages: int) -> int:
@@ -184,12 +184,12 @@ class _Shares:
             return num_pages
         least = _least_pages(spec)
         share = -(-num_pages * CONVERSATION_WINDOWS * least // self._conversation)
-        return min(num_pages, max(share, self._under_way + self._max_rows * least))
+        return min(num_pages, max(share, self._pages_in_flight + self._max_rows * least))
 
     def size(self, num_pages: int) -> int:
         return sum(unit_bytes(spec) * self.pages(spec, num_pages) for spec in self._paged)
 
-    def most(self, budget: int) -> int:
+    def max_pages(self, budget: int) -> int:
         """Return the largest number of pages whose groups fit into `budget` bytes."""
         if not self._paged:
             return 0
@@ -200,7 +200,7 @@ class _Shares:
         return few
 
     @property
-    def page(self) -> int:
+    def page_bytes(self) -> int:
         """Bytes per page over all groups, averaged over a large cache."""
         many = 1 << 20
         return -(-self.size(many) // many)
@@ -229,7 +229,7 @@ def shrink_cache(plan: MemoryPlan, wanted: MemoryPlan, share: float) -> MemoryPl
 
 
 def _cache_budget(
-    specs: list[CacheSpec], config: CacheConfig, device: str, free: int, max_model_len: int, shares: _Shares
+    specs: list[CacheSpec], config: CacheConfig, device: str, free: int, max_model_len: int, shares: _GroupShares
 ) -> int:
     if config.cache_memory is not None:
         return config.cache_memory
@@ -237,7 +237,7 @@ def _cache_budget(
     if device == "cpu":
         slots = (1 + CONVERSATION_SLOTS) * sum(unit_bytes(s) for s in specs if s.kind == "state")
         one_sequence = shares.size(-(-max_model_len // specs[0].page_tokens) + 2) + slots
-        budget = min(budget, max(LAPTOP_CACHE, one_sequence))
+        budget = min(budget, max(CPU_CACHE_LIMIT, one_sequence))
     return budget
 
 
@@ -263,14 +263,14 @@ def _host_units(
     slot: int,
     num_pages: int,
     max_rows: int,
-    shares: _Shares,
+    shares: _GroupShares,
 ) -> tuple[int, ...] | None:
     """Return the host units for preempted requests, at most as many pages as the device has; None: no swap."""
     budget = config.host_memory
     if budget is None:
         budget = min(int(available * HOST_SHARE), HOST_LIMITS.get(device, GIB))
     num_slots = min(max_rows + 1, budget // (2 * slot)) if slot else 0
-    pages = min(num_pages, shares.most(budget - num_slots * slot))
+    pages = min(num_pages, shares.max_pages(budget - num_slots * slot))
     units = tuple(shares.pages(s, pages) if s.kind == "paged" else num_slots for s in specs)
     return units if all(n >= 2 for n in units) else None
 

@@ -20,7 +20,7 @@ import quire.startup.defaults as defaults
 from quire.cache.memory import plan_memory
 from quire.config import CacheConfig, Config
 from quire.config_build import override_config
-from quire.engine.host.driver import EngineDriver, Message, tell_all
+from quire.engine.host.driver import EngineDriver, Message, failure_deltas
 from quire.engine.workers import DeviceLost
 from quire.kernels.table import REFERENCE, select_ops
 from quire.kernels.validation.failures import reason
@@ -136,7 +136,7 @@ class Mailbox:
         pass
 
     def abandon(self, open_ids: Any, failure: QuireError) -> None:
-        self.send(tell_all(open_ids, failure))
+        self.send(failure_deltas(open_ids, failure))
 
 
 @pytest.mark.parametrize("where", ["forward", "wait"])

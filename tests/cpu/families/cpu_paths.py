@@ -26,7 +26,7 @@ from quire.kernels.table import REFERENCE, Ops
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.layers.quant.dense import Dense
-from quire.layers.quant.scheme import finished, normed
+from quire.layers.quant.scheme import apply_epilogue, apply_norm
 from tests.cpu.families.decoded import decode_into, held_bytes
 from tests.cpu.families.harness import PAGE_TOKENS, Case, relative_error
 from tests.cpu.native_isas import open_or_skip
@@ -154,8 +154,8 @@ class _RoundedInputs(Dense):
         self._levels = levels
 
     def apply(self, linear: Linear, x: Tensor, norm: Any, gate: Curve | None, residual: Tensor | None) -> Tensor:
-        x = round_activations(normed(self.ops, x, norm), self._levels)
-        return finished(self.ops, functional.linear(x, linear.weight, linear.bias), gate, residual)
+        x = round_activations(apply_norm(self.ops, x, norm), self._levels)
+        return apply_epilogue(self.ops, functional.linear(x, linear.weight, linear.bias), gate, residual)
 
 
 def _apply_rounded_expert(levels: int, x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:

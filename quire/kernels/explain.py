@@ -52,38 +52,38 @@ def _settle_prompts(ops: Ops, device: torch.device) -> Ops:
 
 HOPPER = (
     HopperKernel(
-        "attention of prompts",
+        "prefill attention",
         "heads of 128 in bf16 or fp16, the cache in the same type, no soft caps, no sinks",
         _settle_prompts,
     ),
     HopperKernel(
-        "gate and up, 1024 rows and more",
-        "plain bf16 or fp16 weights, SiLU or GELU with a tanh for its gate, and to be quicker than cuBLAS",
+        "gate/up projection, 1024 rows and more",
+        "bf16 or fp16 weights, a SiLU or tanh GELU gate, and the kernel must be faster than cuBLAS",
         lambda ops, device: settle_gated(ops, GatedTrialShape(4096, 24576, torch.bfloat16), device, strict=True),
     ),
     HopperKernel(
-        "latents, 32 heads and more",
-        "latents of 512 + 64 in bf16 or fp16, the cache in the same type, a power of two for pages",
+        "latent attention, 32 heads and more",
+        "latents of 512 + 64 in bf16 or fp16, the cache in the same type, a page size that is a power of two",
         lambda ops, device: settle_latent(
             ops, LatentTrialShape(128, 512, 64, 64, torch.bfloat16, torch.bfloat16), device, strict=True
         ),
     ),
     HopperKernel(
-        "gated delta net, catch-ups",
+        "gated delta net, prefill",
         "heads of 128 × 128, a multiple of four of them, in bf16 or fp16",
         lambda ops, device: settle_delta_net(
             ops, RecurrentShape(16, 32, 128, 128, 4), torch.bfloat16, device, strict=True
         ),
     ),
     HopperKernel(
-        "Kimi delta net, catch-ups",
+        "Kimi delta net, prefill",
         "heads of 128 × 128, a multiple of eight of them, in bf16 or fp16",
         lambda ops, device: settle_channel_delta(
             ops, RecurrentShape(32, 32, 128, 128, 4), torch.bfloat16, device, strict=True
         ),
     ),
     HopperKernel(
-        "Mamba2, catch-ups",
+        "Mamba2, prefill",
         "heads of 128 × 64, a multiple of eight of them, in bf16 or fp16",
         lambda ops, device: settle_mamba(
             ops,
@@ -104,7 +104,7 @@ def explain_ops(device: torch.device, kernels: str = "auto", deterministic: bool
     except Exception as error:
         return [_entry(name, "torch", str(error)) for name in names]
     if device.type == "cpu" or ops is REFERENCE:
-        why = "as asked for" if kernels == "torch" else "the one for a CPU"
+        why = "as configured" if kernels == "torch" else "default for a CPU"
         return [_entry(name, "torch" if ops.native is None else ops.native.isa, why) for name in names]
     return try_all(ops, TYPICAL, device) + [explain_hopper(each, ops, device, deterministic) for each in HOPPER]
 
@@ -113,9 +113,9 @@ def explain_hopper(kernel: HopperKernel, ops: Ops, device: torch.device, determi
     """Tries the kernel on a typical model of its kind if the GPU is Hopper, and reports the result."""
     capability = torch.cuda.get_device_capability(device)
     if deterministic:
-        return _entry(kernel.op, "triton", "the deterministic mode's own")
+        return _entry(kernel.op, "triton", "the deterministic mode's kernel")
     if capability[0] != 9:
-        return _entry(kernel.op, "triton", f"its own kernel is for compute capability 9, this is {capability[0]}")
+        return _entry(kernel.op, "triton", f"the Hopper kernel needs compute capability 9, this is {capability[0]}")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -123,8 +123,8 @@ def explain_hopper(kernel: HopperKernel, ops: Ops, device: torch.device, determi
         except QuireError as error:
             return _entry(kernel.op, "triton", error.what)
     if taken:
-        return _entry(kernel.op, "hopper", f"tried just now, right; a model needs {kernel.needs}")
-    return _entry(kernel.op, "triton", str(said[0].message) if said else "right, but no quicker here just now")
+        return _entry(kernel.op, "hopper", f"trial passed; requirements: {kernel.needs}")
+    return _entry(kernel.op, "triton", str(said[0].message) if said else "trial passed, but not faster here")
 
 
 def try_all(ops: Ops, shape: TrialShape, device: torch.device) -> list[Mapping[str, Any]]:
@@ -132,7 +132,7 @@ def try_all(ops: Ops, shape: TrialShape, device: torch.device) -> list[Mapping[s
     for row in dense_trials(shape, device):
         error = failure(ops, row)
         if error is None:
-            found.append(_entry(row.name, "triton", "tried just now, right"))
+            found.append(_entry(row.name, "triton", "trial passed"))
         else:
             found.append(_entry(row.name, "torch", f"the Triton kernel failed ({type(error).__name__}: {error})"))
     return found
@@ -151,7 +151,7 @@ def explain_libraries(device: torch.device, kernels: str = "auto") -> list[Mappi
         why = f"not used: {verdict.why}"
         if verdict.kernel is not None:
             rates = f"{flops / verdict.seconds / 1e12:.0f} TFLOP/s, our own {flops / ours.seconds / 1e12:.0f}"
-            why = f"{'used' if verdict is used else 'not used'} for prompts ({rates})"
+            why = f"{'used' if verdict is used else 'not used'} for prefill ({rates})"
         found.append({"name": verdict.name, "installed": verdict.installed, "why": " ".join(why.split())})
     return found
 

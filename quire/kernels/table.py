@@ -139,9 +139,7 @@ def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
     if device_type == "cuda":
         if kernels in ("auto", "triton"):
             return _fixed_triton_ops()
-        what = (
-            f"The deterministic mode takes no --kernels {kernels} on CUDA: only Triton's own kernels are of that kind."
-        )
+        what = f"The deterministic mode takes no --kernels {kernels} on CUDA: only Triton's kernels are deterministic."
         raise QuireError("invalid_parameter", what, "Leave --kernels or --deterministic out.", param="kernels")
     native = _open_native(kernels)
     if native is None:

@@ -65,7 +65,8 @@ class GuardedWorkers:
             except DeviceLost:
                 raise
             except Exception as error:
-                warnings.warn(f"Something could not be prepared ahead ({first_line(error)}).", stacklevel=2)
+                line = f"Warm-up stopped ({first_line(error)}); kernels and graphs are prepared on demand."
+                warnings.warn(line, stacklevel=2)
                 return
             yield
 

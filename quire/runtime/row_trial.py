@@ -41,7 +41,7 @@ def settle_row_ops(
         return ops
     hint = "Leave strict_kernels out, or see `quire doctor`."
     report_unusable(
-        "rows", reason(error), refuse=strict, instead="steps are launched kernel by kernel, more slowly", hint=hint
+        "rows", reason(error), refuse=strict, instead="steps run without CUDA graphs, more slowly", hint=hint
     )
     return None
 

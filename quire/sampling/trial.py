@@ -30,7 +30,7 @@ def settle_sampling(
     error = (findings or Findings()).error_of(lambda: _try_sampling(ops, vocab_size, dtype, device))
     if error is None:
         return ops
-    instead = "plain torch samples, and launches steps kernel by kernel: more slowly"
+    instead = "plain torch samples and steps run without CUDA graphs, more slowly"
     hint = "Leave strict_kernels and deterministic out, or see `quire doctor`."
     report_unusable("sampling", reason(error), refuse=strict, instead=instead, hint=hint)
     return None

@@ -368,7 +368,7 @@ def test_a_chore_that_fails_is_said_and_left(tiny: Any) -> None:
             raise no_memory()
 
     done = []
-    with pytest.warns(UserWarning, match=r"could not be prepared ahead \(Memory ran out on cpu"):
+    with pytest.warns(UserWarning, match=r"Warm-up stopped \(Memory ran out on cpu"):
         for _ in GuardedWorkers(Inner(), CPU).warm_ups():
             done.append(1)
     assert done == [1]
@@ -394,9 +394,9 @@ def test_a_kernel_that_never_gets_to_the_second_page_is_found(page_tokens: int) 
 def test_explaining_which_kernel_each_op_gets() -> None:
     from quire.kernels.explain import explain_ops, try_all
 
-    assert {entry["why"] for entry in explain_ops(CPU)} == {"the one for a CPU"}
-    assert {entry["why"] for entry in explain_ops(CPU, "torch")} == {"as asked for"}
-    assert {entry["why"] for entry in explain_ops(torch.device("cuda"), "torch")} == {"as asked for"}
+    assert {entry["why"] for entry in explain_ops(CPU)} == {"default for a CPU"}
+    assert {entry["why"] for entry in explain_ops(CPU, "torch")} == {"as configured"}
+    assert {entry["why"] for entry in explain_ops(torch.device("cuda"), "torch")} == {"as configured"}
 
     def bad(*args: Any) -> Any:
         raise RuntimeError("no such\ninstruction")

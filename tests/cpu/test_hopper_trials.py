@@ -222,7 +222,7 @@ def test_prompts_go_without_their_kernel_where_it_fails_and_decodes_stay(
         {"dtype": torch.float32, "cache_dtype": torch.float32})]  # fmt: skip
     assert settle_prompts(ops, unfit, CUDA, strict=True) is ops and len(tried) == 1
     monkeypatch.setattr(trial_prompts, "try_prompts", lambda *args: (_ for _ in ()).throw(RuntimeError("no good")))
-    with pytest.warns(UserWarning, match=r"prompt attention for Hopper .*no good.* the one for all cards") as said:
+    with pytest.warns(UserWarning, match=r"prompt attention for Hopper .*no good.* the portable Triton kernel") as said:
         found = settle_prompts(ops, shapes, CUDA, strict=False)
     assert len(said) == 1 and found == replace(ops, plan_attention=found.plan_attention)
     try_attention(found, replace(TYPICAL, dtype=torch.float32, cache_dtype=torch.float32), CPU)
@@ -281,7 +281,7 @@ def test_prompts_go_without_gluon_where_its_triton_is_unknown(card: Any, monkeyp
         assert supports_gluon.__wrapped__(0) and settle_prompts(ops, [TYPICAL], CUDA, strict=True) is ops
     card("3.8.0")
     assert not supports_gluon.__wrapped__(0)
-    with pytest.warns(UserWarning, match=r"for Hopper .*made for Triton 3\.6 and 3\.7, this is 3\.8\.0.*for all cards"):
+    with pytest.warns(UserWarning, match=r"for Triton 3\.6 and 3\.7, this is 3\.8\.0.*; the portable Triton kernel"):
         assert settle_prompts(ops, [TYPICAL], CUDA, strict=False) is not ops
     with pytest.raises(QuireError, match=r"for Hopper .*made for Triton 3\.6 and 3\.7, this is 3\.8\.0") as refused:
         settle_prompts(ops, [TYPICAL], CUDA, strict=True)
@@ -324,9 +324,9 @@ def test_the_doctor_lists_them_with_what_each_needs(
 
     found = told()
     assert [where for where, _ in found.values()] == ["hopper", "triton", *["hopper"] * 4]
-    assert "heads of 128 × 128" in found["gated delta net"][1] and "no quicker" in found["gate and up"][1]
+    assert "heads of 128 × 128" in found["gated delta net"][1] and "not faster" in found["gate/up projection"][1]
     hopper(lambda *args: (_ for _ in ()).throw(RuntimeError("PassManager::run failed")))
-    assert "PassManager::run failed" in told()["latents"][1]
+    assert "PassManager::run failed" in told()["latent attention"][1]
     assert {where for where, _ in told(deterministic=True).values()} == {"triton"}
     monkeypatch.setattr(triton, "__version__", "3.8.0")
     assert all(where == "triton" and "this is 3.8.0" in why for where, why in told().values())

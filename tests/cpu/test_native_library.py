@@ -150,4 +150,4 @@ def test_no_memory_to_work_in_is_an_error_and_not_the_end() -> None:
     except NotBuilt as error:
         pytest.skip(str(error))
     done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split("\n") == ["the native kernels found no memory to work in", "1.0", "1.0", ""], done.stderr
+    assert done.stdout.split("\n") == ["the native kernels could not allocate memory", "1.0", "1.0", ""], done.stderr

@@ -199,7 +199,7 @@ def test_a_start_that_fails_with_what_was_noted_tries_everything_and_serves(
         warnings.simplefilter("always")
         assert start(folder, card) == (tried, tokens)
     lines = [str(warning.message).split(" (")[0] for warning in said]
-    assert lines == ["Something could not be prepared ahead", "The attention kernel can't be used here"]
+    assert lines == ["Warm-up stopped", "The attention kernel can't be used here"]
     assert card.notes() == []
 
 
@@ -211,7 +211,7 @@ def test_a_start_whose_first_step_fails_leaves_no_note(
         yield
 
     monkeypatch.setattr(Runner, "warm_ups", fails_first)
-    with pytest.warns(UserWarning, match="could not be prepared ahead"):
+    with pytest.warns(UserWarning, match="Warm-up stopped"):
         tried, tokens = start(folder, card)
     assert tried and len(tokens) == 6 and card.notes() == []
 

@@ -144,7 +144,7 @@ def test_a_kernel_that_only_some_requests_need(case: Late, tiny: Any, given: Any
     with lines() as said:
         assert answers(tiny, params) == expected
     assert said == [f"The {case.said} kernel can't be used here (CompilationError: no such instruction); plain torch "
-                    "does its work, more slowly."]  # fmt: skip
+                    "runs instead, more slowly."]  # fmt: skip
     for mode in ("strict_kernels", "deterministic"):
         if mode == "deterministic" and case.same_bits:
             with lines() as said:
@@ -267,7 +267,7 @@ def test_the_kernel_that_every_request_needs(kernel: Any, tiny: Any, given: Any,
     with lines() as said:
         assert answers(tiny, params) == expected
     assert len(said) == 1 and said[0].startswith("The sampling kernel can't be used here (") and "\n" not in said[0]
-    assert ("no such instruction" if kernel is fails else "its results are off") in said[0]
+    assert ("no such instruction" if kernel is fails else "its results differ from the reference") in said[0]
     for mode in ("strict_kernels", "deterministic"):
         with pytest.raises(QuireError, match="The sampling kernel") as refused:
             make_engine(tiny, **{mode: True})

@@ -248,18 +248,18 @@ def test_a_gpu_without_torch_is_shown_with_what_is_in_the_way(
 
 def test_kernels_are_shown_with_their_reasons() -> None:
     kernels = [
-        {"op": "norm", "implementation": "triton", "why": "tried just now, right"},
+        {"op": "norm", "implementation": "triton", "why": "trial passed"},
         {"op": "attention", "implementation": "torch", "why": "the Triton kernel failed (PTXASError)"},
     ]
     libraries = [
-        {"name": "FlashAttention", "installed": "2.8.3", "why": "not used for prompts (400 TFLOP/s, our own 530)"},
+        {"name": "FlashAttention", "installed": "2.8.3", "why": "not used for prefill (400 TFLOP/s, our own 530)"},
         {"name": "FlashInfer", "installed": None, "why": "not used: not installed"},
     ]
     gpu = {"driver": "580", "cuda": "13.0", "triton": "3.6.0", "trouble": None, "kernels": kernels,
            "libraries": libraries}  # fmt: skip
     rows = doctor._gpu_rows(gpu)
     assert ("op: attention", "torch", "the Triton kernel failed (PTXASError)") in rows
-    assert ("FlashAttention", "2.8.3, not used for prompts (400 TFLOP/s, our own 530)") in rows
+    assert ("FlashAttention", "2.8.3, not used for prefill (400 TFLOP/s, our own 530)") in rows
     assert ("FlashInfer", "not installed") in rows
 
 

@@ -298,7 +298,7 @@ _MAY_FAIL = (
 
 def _check(code: int, function: object, arguments: object) -> None:
     if code:
-        raise MemoryError("the native kernels found no memory to work in")
+        raise MemoryError("the native kernels could not allocate memory")
 
 
 class Native:

@@ -79,7 +79,7 @@ def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None
         return
     num_there = routing.num_experts + routing.num_shared
     if not bool(((chosen >= 0) & (chosen < num_there)).all()):
-        raise ArithmeticError("it sends tokens to experts that are not there")
+        raise ArithmeticError("it routes tokens to experts that do not exist")
     got = _by_expert(chosen, shares, num_there)
     exact = [each.float() if isinstance(each, Tensor) else each for each in weights]
     true_x, *best = REFERENCE.norm_route(stream.float(), None if norm is None else norm.float(), 1e-6, *exact)
@@ -90,7 +90,7 @@ def try_router(ops: Ops, shape: ExpertsTrialShape, device: torch.device) -> None
         true = _by_expert(choice[0], choice[1], num_there)
         right |= (got - true).norm(dim=1) <= TOLERANCE[dtype] * true.norm(dim=1)
     if 4 * int(right.sum()) < 3 * FEW_TOKENS:
-        raise ArithmeticError(f"it sends {int((~right).sum())} of {FEW_TOKENS} tokens elsewhere")
+        raise ArithmeticError(f"it routes {int((~right).sum())} of {FEW_TOKENS} tokens to wrong experts")
 
 
 def _by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:

@@ -39,7 +39,7 @@ def report_unusable(
     why: str,
     *,
     refuse: bool,
-    instead: str = "plain torch does its work, more slowly",
+    instead: str = "plain torch runs instead, more slowly",
     hint: str = "Leave strict_kernels and FP8 out, or see `quire doctor`.",
 ) -> None:
     """Warns that a kernel can't be used and what runs instead; raises `kernel_failed` if `refuse`."""

@@ -55,5 +55,5 @@ def settle_row(
     line = f"The {name} can't be used here ({why})"
     if strict:
         raise QuireError("kernel_failed", f"{line}.", "Leave strict_kernels out, or see `quire doctor`.") from cause
-    warnings.warn(f"{line}; the one for all cards does its work, more slowly.", stacklevel=3)
+    warnings.warn(f"{line}; the portable Triton kernel runs instead, more slowly.", stacklevel=3)
     return ops

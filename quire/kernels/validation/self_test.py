@@ -46,7 +46,7 @@ def check_ops(ops: Ops, device: torch.device, dtype: torch.dtype = torch.float32
     for name, golden in GOLDEN.items():
         worst = max(abs(a - b) for a, b in zip(found[name], golden, strict=True))
         if not worst < TOLERANCE[dtype] or not all(map(math.isfinite, found[name])):
-            what = f"The op {name} computes wrong numbers on this machine (off by {worst:.2e})."
+            what = f"The op {name} gives wrong results on this machine (they are off by {worst:.2e})."
             raise QuireError("selftest_failed", what, "Check torch, the driver and the device.")
 
 

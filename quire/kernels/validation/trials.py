@@ -314,4 +314,4 @@ def _compare_part(got: Tensor, expected: Tensor, limit: float) -> None:
     wide, true = got.float(), expected.float()
     error = ((wide - true).norm() / true.norm().clamp(min=1e-30)).item()
     if not error <= limit:  # NaN too
-        raise ArithmeticError(f"its results are off by {error:.1%}")
+        raise ArithmeticError(f"its results differ from the reference by {error:.1%}")

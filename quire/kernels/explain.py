@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quire.kernels.recurrent_types import RecurrentShape
-from quire.kernels.table import REFERENCE, Ops, select_fixed_ops, select_ops
+from quire.kernels.table import REFERENCE, Ops, deterministic_ops, select_ops
 from quire.kernels.validation.gated_trial import GatedTrialShape, settle_gated
 from quire.kernels.validation.latent_trials import LatentTrialShape, settle_latent
 from quire.kernels.validation.prefill_trial import settle_prompts
@@ -100,7 +100,9 @@ def explain_ops(device: torch.device, kernels: str = "auto", deterministic: bool
     tried."""
     names = [row.name for row in dense_trials(TYPICAL, device)]
     try:
-        ops = select_fixed_ops(device.type, kernels) if deterministic else select_ops(device.type, kernels, strict=True)
+        ops = (
+            deterministic_ops(device.type, kernels) if deterministic else select_ops(device.type, kernels, strict=True)
+        )
     except Exception as error:
         return [_entry(name, "torch", str(error)) for name in names]
     if device.type == "cpu" or ops is REFERENCE:

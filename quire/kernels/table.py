@@ -17,10 +17,10 @@ from torch import Tensor
 
 from quire.kernels.activations import Curve
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
-from quire.kernels.deterministic import dense as fixed
-from quire.kernels.deterministic import experts as fixed_experts
-from quire.kernels.deterministic import latent as fixed_latent
-from quire.kernels.deterministic import recurrent as fixed_recurrent
+from quire.kernels.deterministic import dense as deterministic_dense
+from quire.kernels.deterministic import experts as deterministic_experts
+from quire.kernels.deterministic import latent as deterministic_latent
+from quire.kernels.deterministic import recurrent as deterministic_recurrent
 from quire.kernels.reference import attention as reference_attention
 from quire.kernels.reference import experts as reference_experts
 from quire.kernels.reference import latent as reference_latent
@@ -104,33 +104,33 @@ REFERENCE = Ops(
 
 # Deterministic ops: results are bitwise independent of the rest of the batch. The loader decides which models need no
 # other ops than these.
-_FIXED_LAYERS: dict[str, Any] = {  # ops that the native library does not have
-    "norm_route": fixed_experts.norm_route,
-    "run_experts": fixed_experts.run_experts,
-    "elementwise": fixed.elementwise,
-    "fused_linear": fixed.TiledLinear(),
+_DETERMINISTIC_LAYERS: dict[str, Any] = {  # ops that the native library does not have
+    "norm_route": deterministic_experts.norm_route,
+    "run_experts": deterministic_experts.run_experts,
+    "elementwise": deterministic_dense.elementwise,
+    "fused_linear": deterministic_dense.TiledLinear(),
 }
-FIXED = replace(
+DETERMINISTIC = replace(
     REFERENCE,
-    rms_norm=fixed.rms_norm,
-    gate_mul=fixed.gate_mul,
-    plan_angles=fixed.plan_angles,
-    qk_norm_rope_write=fixed.qk_norm_rope_write,
-    plan_attention=fixed.plan_attention,
-    paged_attention=fixed.paged_attention,
-    latent_write=fixed_latent.latent_write,
-    latent_attention=fixed_latent.latent_attention,
-    head_product=fixed_latent.head_product,
-    plan_recurrent=fixed_recurrent.plan_recurrent,
-    gated_delta_net=fixed_recurrent.gated_delta_net,
-    channel_delta_net=fixed_recurrent.channel_delta_net,
-    mamba2=fixed_recurrent.mamba2,
-    short_conv=fixed_recurrent.short_conv,
-    **_FIXED_LAYERS,
+    rms_norm=deterministic_dense.rms_norm,
+    gate_mul=deterministic_dense.gate_mul,
+    plan_angles=deterministic_dense.plan_angles,
+    qk_norm_rope_write=deterministic_dense.qk_norm_rope_write,
+    plan_attention=deterministic_dense.plan_attention,
+    paged_attention=deterministic_dense.paged_attention,
+    latent_write=deterministic_latent.latent_write,
+    latent_attention=deterministic_latent.latent_attention,
+    head_product=deterministic_latent.head_product,
+    plan_recurrent=deterministic_recurrent.plan_recurrent,
+    gated_delta_net=deterministic_recurrent.gated_delta_net,
+    channel_delta_net=deterministic_recurrent.channel_delta_net,
+    mamba2=deterministic_recurrent.mamba2,
+    short_conv=deterministic_recurrent.short_conv,
+    **_DETERMINISTIC_LAYERS,
 )
 
 
-def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
+def deterministic_ops(device_type: str, kernels: str = "auto") -> Ops:
     """Returns the ops table of the deterministic mode.
 
     On a CPU it is the native library's if it is built (its kernels are deterministic for the models that it runs as a
@@ -138,13 +138,13 @@ def select_fixed_ops(device_type: str, kernels: str = "auto") -> Ops:
     _check_device(kernels, device_type)
     if device_type == "cuda":
         if kernels in ("auto", "triton"):
-            return _fixed_triton_ops()
+            return _deterministic_triton_ops()
         what = f"The deterministic mode takes no --kernels {kernels} on CUDA: only Triton's kernels are deterministic."
         raise QuireError("invalid_parameter", what, "Leave --kernels or --deterministic out.", param="kernels")
     native = _open_native(kernels)
     if native is None:
-        return FIXED
-    return replace(_native_ops(native), **_FIXED_LAYERS, **_native_recurrent(native, fixed_recurrent))
+        return DETERMINISTIC
+    return replace(_native_ops(native), **_DETERMINISTIC_LAYERS, **_native_recurrent(native, deterministic_recurrent))
 
 
 def select_ops(device_type: str, kernels: str = "auto", strict: bool = False) -> Ops:
@@ -250,11 +250,11 @@ def _triton_ops(strict: bool) -> Ops:
         merges_shared=True,
         captures=True,
         captured_work=captured_work.CapturedWork,
-        fused_linear=_Skinny(skinny.skinny_linear),
+        fused_linear=_SkinnyLinear(skinny.skinny_linear),
     )
 
 
-def _fixed_triton_ops() -> Ops:
+def _deterministic_triton_ops() -> Ops:
     """Returns Triton's table with every kernel replaced whose tiling depends on the number of rows."""
     ops = _triton_ops(strict=True)
     from quire.kernels.triton.attention import deterministic_tiles, rope_write
@@ -279,7 +279,7 @@ def _fixed_triton_ops() -> Ops:
     )
 
 
-class _Skinny:
+class _SkinnyLinear:
     """Implements `FusedLinear` with `triton.linear.skinny`.
 
     Measured against cuBLAS it always wins at one row; up to FEW_ROWS except for an LM head, where both are bound by
@@ -311,7 +311,7 @@ class _Skinny:
         return self._linear(x, weight, bias, norm_weight=norm_weight, eps=eps, gate=gate, residual=residual)
 
 
-class FirstOf:
+class FirstWinner:
     """Implements `FusedLinear` with several candidates, of which the first that wins runs."""
 
     def __init__(self, *candidates: FusedLinear):
@@ -350,11 +350,11 @@ def select_row_ops(device_type: str) -> RowOps | None:
 
 def triton_rows() -> RowOps | None:
     try:
-        from quire.kernels.triton import step_inputs as rows
+        from quire.kernels.triton import step_inputs
         from quire.kernels.triton.sampling import sample
     except ImportError:
         return None
-    return RowOps(rows.gather_rows, rows.gather_slots, sample.sample_rows)
+    return RowOps(step_inputs.gather_rows, step_inputs.gather_slots, sample.sample_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,9 +378,9 @@ def select_sampling(device_type: str, deterministic: bool = False) -> SamplingOp
     ops = triton_sampling() if device_type == "cuda" else None
     if ops is None or not deterministic:
         return ops
-    from quire.kernels.triton.sampling import deterministic as fixed_sampling
+    from quire.kernels.triton.sampling import deterministic as triton_deterministic
 
-    return replace(ops, sample_filtered=fixed_sampling.sample_filtered)
+    return replace(ops, sample_filtered=triton_deterministic.sample_filtered)
 
 
 def triton_sampling() -> SamplingOps | None:

@@ -26,8 +26,8 @@ from quire.kernels.table import (
     Ops,
     RowOps,
     SamplingOps,
+    deterministic_ops,
     select_choice,
-    select_fixed_ops,
     select_ops,
     select_row_ops,
     select_sampling,
@@ -80,7 +80,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
         compilers.attach()
     if device.type == "cpu":
         torch.set_num_threads(config.engine.threads or read_machine().num_usable_cores)
-        select = select_fixed_ops if config.engine.deterministic else select_ops
+        select = deterministic_ops if config.engine.deterministic else select_ops
         check_ops(select("cpu", config.engine.kernels), device)
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)

@@ -20,7 +20,7 @@ from quire.kernels.libraries.choose import Library, choose_library, judge, quick
 from quire.kernels.libraries.flash_attention import FlashAttention2, FlashAttention3
 from quire.kernels.libraries.flashinfer import NUM_WRAPPERS, FlashInfer, ModuleKind, is_compiled
 from quire.kernels.libraries.seam import LibraryPlan, PrefillKernel, with_library
-from quire.kernels.table import INSTRUCTION_SETS, LIBRARY_NAMES, REFERENCE, Ops, select_fixed_ops, select_ops
+from quire.kernels.table import INSTRUCTION_SETS, LIBRARY_NAMES, REFERENCE, Ops, deterministic_ops, select_ops
 from quire.kernels.validation.trials import TrialShape
 from quire.types import QuireError
 from tests.gpu.library_checks import check_kernel
@@ -344,7 +344,7 @@ def test_a_library_asked_for_by_name_is_used_or_the_start_ends_in_one_line() -> 
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("choose_ops", [select_ops, select_fixed_ops])
+@pytest.mark.parametrize("choose_ops", [select_ops, deterministic_ops])
 def test_kernels_asked_for_on_another_device_are_refused(choose_ops: Callable[[str, str], Ops]) -> None:
     """Plain torch or Triton would have computed instead, and nobody would have been told."""
     for device, kernels in [*itertools.product(["cpu"], ["triton", *LIBRARY_NAMES]),

@@ -26,7 +26,7 @@ from quire.kernels.native.ops import NativeOps
 from quire.kernels.reference import attention as reference_attention
 from quire.kernels.reference import experts as reference_experts
 from quire.kernels.reference import small_ops as reference
-from quire.kernels.table import FIXED, select_choice
+from quire.kernels.table import DETERMINISTIC, select_choice
 from quire.models.loading.deterministic_support import TORCH_KINDS, kind_of, select_deterministic_ops
 from quire.models.loading.loader import load_model
 from quire.models.registry import Model
@@ -308,10 +308,10 @@ def test_models_it_does_not_cover_are_refused(family: str) -> None:
                                               ({"model_type": "gptj"}, "not cover gptj models on CUDA")])  # fmt: skip
 def test_what_it_can_not_do_on_cuda_is_refused(change: dict[str, str], said: str,
                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr("quire.models.loading.deterministic_support.select_fixed_ops", lambda *args: FIXED)
+    monkeypatch.setattr("quire.models.loading.deterministic_support.deterministic_ops", lambda *args: DETERMINISTIC)
     ask: dict[str, Any] = {"model_type": "qwen3", "fits_native": True, "in_blocks": False, "device_type": "cuda",
                            "dtype": "auto", "quant": "none", "kernels": "auto"}  # fmt: skip
-    assert select_deterministic_ops(**ask) is FIXED
+    assert select_deterministic_ops(**ask) is DETERMINISTIC
     with pytest.raises(QuireError, match=said):
         select_deterministic_ops(**{**ask, **change})
 

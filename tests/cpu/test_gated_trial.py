@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activations import Curve
-from quire.kernels.table import REFERENCE, FirstOf, Ops
+from quire.kernels.table import REFERENCE, FirstWinner, Ops
 from quire.kernels.validation import gated_trial as trial_gated
 from quire.kernels.validation.gated_trial import GatedTrialShape, is_quicker, settle_gated, try_gated
 from quire.layers.mlp import GatedMLP
@@ -169,7 +169,7 @@ def test_the_largest_plain_product_of_a_model_is_tried() -> None:
 
 
 def test_the_first_that_wins_does_the_work() -> None:
-    both = FirstOf(Plain(first=8, factor=2.0), Plain(last=4, factor=3.0))
+    both = FirstWinner(Plain(first=8, factor=2.0), Plain(last=4, factor=3.0))
     weight = torch.randn(6, 5)
     assert both.wins(1, weight, "silu") and both.wins(8, weight, "silu") and not both.wins(6, weight, "silu")
     for num_rows, factor in ((9, 2.0), (2, 3.0)):

@@ -16,7 +16,7 @@ import torch
 
 from quire.kernels.explain import TYPICAL
 from quire.kernels.recurrent_types import RecurrentShape
-from quire.kernels.table import REFERENCE, Ops, select_fixed_ops
+from quire.kernels.table import REFERENCE, Ops, deterministic_ops
 from quire.kernels.validation import latent_trials as trial_latent
 from quire.kernels.validation import prefill_trial as trial_prompts
 from quire.kernels.validation import recurrent_trials as trial_recurrent
@@ -296,7 +296,7 @@ def test_prompts_go_without_gluon_where_its_triton_is_unknown(card: Any, monkeyp
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.row)
 def test_the_deterministic_modes_recurrences_are_left_alone(kernel: Kernel, hopper: Any) -> None:
     """Its order of sums is the point of it. The loader does not even ask."""
-    ops = select_fixed_ops("cuda")
+    ops = deterministic_ops("cuda")
     assert ops.captures and kernel.settle(ops, kernel.shape, CUDA, strict=True) is ops
 
 

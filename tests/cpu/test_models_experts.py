@@ -155,7 +155,7 @@ def test_a_shared_expert_is_some_of_the_experts(name: str, scheme: str, tmp_path
 
 def test_the_deterministic_mode_merges_nothing() -> None:
     pytest.importorskip("triton")
-    assert table._triton_ops(strict=True).merges_shared and not table._fixed_triton_ops().merges_shared
+    assert table._triton_ops(strict=True).merges_shared and not table._deterministic_triton_ops().merges_shared
 
 
 def test_a_shared_expert_of_another_size_stays_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

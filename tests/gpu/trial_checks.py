@@ -13,7 +13,7 @@ import torch
 
 from quire.kernels.expert_types import GatedActivation, Routing
 from quire.kernels.recurrent_types import ConvShape, RecurrentShape
-from quire.kernels.table import Ops, select_fixed_ops, select_ops, triton_rows, triton_sampling
+from quire.kernels.table import Ops, deterministic_ops, select_ops, triton_rows, triton_sampling
 from quire.kernels.validation.expert_trials import ExpertsTrialShape, list_expert_trials
 from quire.kernels.validation.latent_trials import LatentTrialShape, list_latent_trials
 from quire.kernels.validation.recurrent_trials import (
@@ -100,7 +100,7 @@ def _mixtures(where: Where) -> list[ExpertsTrialShape]:
 
 def check_experts(where: Where) -> None:
     for shape in _mixtures(where):
-        for ops in (select_ops("cuda"), select_fixed_ops("cuda")):
+        for ops in (select_ops("cuda"), deterministic_ops("cuda")):
             assert_pass(ops, list_expert_trials(shape, torch.device(where.device)), str(shape))
 
 
@@ -120,7 +120,7 @@ def check_recurrent(where: Where) -> None:
     device = torch.device(where.device)
     state = RecurrentShape(16, 32, 128, 128, 4) if where.large else RecurrentShape(1, 2, 16, 24, 4)
     for dtype in where.dtypes:
-        for ops in (select_ops("cuda"), select_fixed_ops("cuda")) if where.large else (select_ops("cuda"),):
+        for ops in (select_ops("cuda"), deterministic_ops("cuda")) if where.large else (select_ops("cuda"),):
             for has_bias in (True, False) if where.large else (dtype == torch.float32,):
                 mamba = MambaTrialShape(state, 1, has_bias, (0.0, float("inf")), dtype)
                 short = short_conv_trial(ConvShape(2048 if where.large else 40, 3), has_bias, dtype, device)

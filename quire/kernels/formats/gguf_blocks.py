@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.formats import gguf_grids as dequant_grids
+from quire.kernels.formats import gguf_grids
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ FORMATS: dict[str, BlockFormat] = {
     "TQ1_0": BlockFormat(256, 54, _tq1_0),
     "TQ2_0": BlockFormat(256, 66, _tq2_0),
     **{
-        name: BlockFormat(dequant_grids.ELEMENTS, size, dequant_grids.grid_decoder(name))
-        for name, size in dequant_grids.SIZES.items()
+        name: BlockFormat(gguf_grids.ELEMENTS, size, gguf_grids.grid_decoder(name))
+        for name, size in gguf_grids.SIZES.items()
     },
 }

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from quire.kernels.activations import Curve
 from quire.kernels.libraries.choose import Timer, device_seconds
-from quire.kernels.table import FirstOf, Ops
+from quire.kernels.table import FirstWinner, Ops
 from quire.kernels.validation.hopper_trial import runs_on_hopper, settle_row
 from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import compare, finish_writes
@@ -57,7 +57,7 @@ def settle_gated(
         from quire.kernels.triton.linear.gated_hopper import GatedLinear
 
         gated = GatedLinear((shape.num_outputs, shape.in_features), shape.curve, ops.rms_norm, ops.gate_mul)
-        return replace(ops, fused_linear=gated if ops.fused_linear is None else FirstOf(gated, ops.fused_linear))
+        return replace(ops, fused_linear=gated if ops.fused_linear is None else FirstWinner(gated, ops.fused_linear))
 
     findings = findings or Findings()
     faster = settle_row(

@@ -82,9 +82,9 @@ def settle_latent(
         return ops
 
     def exchange() -> Ops:
-        from quire.kernels.triton.latent import many_heads as latent_many
+        from quire.kernels.triton.latent import many_heads
 
-        return replace(ops, latent_attention=latent_many.latent_attention)
+        return replace(ops, latent_attention=many_heads.latent_attention)
 
     return settle_row(
         ops, NAME, exchange, lambda faster: try_latent(faster, shape, device), strict=strict, findings=findings

@@ -48,9 +48,9 @@ def settle_delta_net(
         return ops
 
     def exchange() -> Ops:
-        from quire.kernels.triton.recurrent.hopper import gated_delta as recurrent_walk
+        from quire.kernels.triton.recurrent.hopper import gated_delta
 
-        return replace(ops, gated_delta_net=recurrent_walk.gated_delta_net)
+        return replace(ops, gated_delta_net=gated_delta.gated_delta_net)
 
     def attempt(faster: Ops) -> None:
         for steps in _all_walks(shape, device):
@@ -102,9 +102,9 @@ def settle_mamba(
         return ops
 
     def exchange() -> Ops:
-        from quire.kernels.triton.recurrent.hopper import mamba as mamba_walk
+        from quire.kernels.triton.recurrent.hopper import mamba
 
-        return replace(ops, mamba2=mamba_walk.mamba2)
+        return replace(ops, mamba2=mamba.mamba2)
 
     def attempt(faster: Ops) -> None:
         for steps in (MIXED, LONE):

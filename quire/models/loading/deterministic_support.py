@@ -7,7 +7,7 @@ is in the selected row of the ops table and a test compares its bits: `tests/cpu
 
 from __future__ import annotations
 
-from quire.kernels.table import FIXED, Ops, select_fixed_ops
+from quire.kernels.table import DETERMINISTIC, Ops, deterministic_ops
 from quire.models.registry import FAMILIES
 from quire.types import QuireError
 
@@ -50,7 +50,7 @@ def select_deterministic_ops(
     `fits_native`: the native library runs all layers in one call. `in_blocks`: weights are in quantized blocks, so that
     the native library runs the model op by op.
     """
-    ops, kind = select_fixed_ops(device_type, kernels), kind_of(model_type)
+    ops, kind = deterministic_ops(device_type, kernels), kind_of(model_type)
     if device_type == "cuda":
         return _select_cuda_ops(ops, kind, model_type, quant, kv_dtype)
     if ops.native is not None and (fits_native or (in_blocks and kind in NATIVE_KINDS)):
@@ -67,7 +67,7 @@ def select_deterministic_ops(
             reason = "here" if ops.native is not None else "without the native kernels"
             what = f"The deterministic mode does not support --{name} {given} {reason}: it computes in float32."
             raise QuireError("invalid_parameter", what, f"Leave --{name} or --deterministic out.", param=name)
-    return FIXED
+    return DETERMINISTIC
 
 
 def kind_of(model_type: str) -> str | None:

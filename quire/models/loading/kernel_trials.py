@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.activations import Curve
-from quire.kernels.table import FIXED, LIBRARY_NAMES, REFERENCE, Ops
+from quire.kernels.table import DETERMINISTIC, LIBRARY_NAMES, REFERENCE, Ops
 from quire.kernels.validation.expert_trials import ExpertsTrialShape, list_expert_trials
 from quire.kernels.validation.gated_trial import GatedTrialShape, settle_gated
 from quire.kernels.validation.latent_trials import LatentTrialShape, list_latent_trials, settle_latent
@@ -319,7 +319,7 @@ def select_kernels(
     try:
         if not deterministic:
             ops = _select_hopper(ops, trials, strict, findings)
-        if ops is not REFERENCE and ops is not FIXED and ops.native is None:
+        if ops is not REFERENCE and ops is not DETERMINISTIC and ops.native is None:
             ops = settle_ops(ops, trials.rows(), strict=strict or deterministic, findings=findings)
         if not deterministic and device.type != "cpu" and (gate_up := trials.largest_gate_up()) is not None:
             ops = settle_gated(ops, gate_up, device, strict=strict, findings=findings)

@@ -19,7 +19,7 @@ _MAX_PENALTY = 1e9  # in effect forbidden, but finite, so that a row with only s
 
 def apply_dry(
     logits: Tensor,
-    ask: Dry,
+    params: Dry,
     history: Tensor,
     lengths: Tensor,
     rows: Tensor,
@@ -31,29 +31,29 @@ def apply_dry(
     `max_len` is the host's upper bound of the penalised rows' lengths; true lengths stay on the device. `logit_rows`
     [samples]: the row of `logits` of each sample, if that is not the sample's number."""
     vocab_size = logits.shape[1]
-    tokens = history[:, :max_len].index_select(0, rows[ask.samples]).to(torch.int64)  # [rows, max_len]
-    lengths = lengths[ask.samples].to(torch.int64)[:, None]  # [rows, 1]
+    tokens = history[:, :max_len].index_select(0, rows[params.samples]).to(torch.int64)  # [rows, max_len]
+    lengths = lengths[params.samples].to(torch.int64)[:, None]  # [rows, 1]
     places = torch.arange(tokens.shape[1], device=tokens.device)
     tokens = torch.where(places < lengths, tokens, 0)
 
     is_breaker = torch.zeros(len(tokens), vocab_size, dtype=torch.bool, device=tokens.device)
-    is_breaker = is_breaker.view(-1).index_fill_(0, ask.breaker_cells, True).view(-1, vocab_size).gather(1, tokens)
+    is_breaker = is_breaker.view(-1).index_fill_(0, params.breaker_cells, True).view(-1, vocab_size).gather(1, tokens)
     after_breaker = torch.where(is_breaker & (places < lengths), places + 1, 0).amax(1, keepdim=True)
-    search_start = (lengths - ask.search_len[:, None]).clamp(min=0)
+    search_start = (lengths - params.search_len[:, None]).clamp(min=0)
     # A match can't begin before the searched range, nor extend back across the last breaker.
     limits = torch.minimum(places + 1 - search_start, lengths - after_breaker)
     limits = torch.where((places < lengths - 1) & (limits > 0), limits, 0)
 
     match_len = _match_lengths(tokens, lengths, limits)
-    exponent = match_len - ask.allowed_len[:, None]
-    penalty = ask.multiplier[:, None] * torch.pow(ask.base[:, None], exponent.clamp(min=0).to(torch.float32))
+    exponent = match_len - params.allowed_len[:, None]
+    penalty = params.multiplier[:, None] * torch.pow(params.base[:, None], exponent.clamp(min=0).to(torch.float32))
     next_breaker = is_breaker.roll(-1, 1)
     penalty = torch.where((exponent >= 0) & ~next_breaker, penalty.clamp(max=_MAX_PENALTY), 0.0)
 
     next_tokens = tokens.roll(-1, 1)
     worst = torch.zeros(len(tokens), vocab_size, device=logits.device)
     worst.scatter_reduce_(1, next_tokens, penalty, "amax")
-    logits.index_add_(0, ask.samples if logit_rows is None else logit_rows[ask.samples], worst, alpha=-1)
+    logits.index_add_(0, params.samples if logit_rows is None else logit_rows[params.samples], worst, alpha=-1)
 
 
 def _match_lengths(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:

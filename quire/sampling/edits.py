@@ -1,4 +1,4 @@
-"""Logit edits in the sampler's documented order (`edit`): logit bias, forbidden stop ids, bad words, grammar mask.
+"""Logit edits in the sampler's documented order (`apply_edits`): bias, forbidden stop ids, bad words, grammar mask.
 
 Edits run in place on a copy of the logits. A token is forbidden by adding -inf; where only the device knows the
 condition, -inf or 0 is added.
@@ -15,7 +15,7 @@ from quire.sampling.penalties import apply_penalties
 from quire.sampling.rowwise import MINUS_INF, minus_inf_unless
 
 
-def edit(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
+def apply_edits(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
     """Applies steps 2 to 7 of the sampler's order to a copy; returns the logits themselves if there is no edit."""
     if not batch.edits and mask is None:
         return logits
@@ -41,19 +41,19 @@ def add_bias(logits: Tensor, bias: Bias) -> None:
     logits.view(-1).scatter_add_(0, bias.cells, bias.values)
 
 
-def forbid_stops(logits: Tensor, ask: MinTokens, lengths: Tensor) -> None:
+def forbid_stops(logits: Tensor, params: MinTokens, lengths: Tensor) -> None:
     """Forbids stop ids in rows below min_tokens. `lengths` [samples]: number of tokens before the sampled one."""
-    _forbid(logits, ask.cells, lengths[ask.owners] < ask.until)
+    _forbid(logits, params.cells, lengths[params.owners] < params.until)
 
 
-def forbid_bad_words(logits: Tensor, ask: BadWords, history: Tensor, lengths: Tensor, rows: Tensor) -> None:
+def forbid_bad_words(logits: Tensor, params: BadWords, history: Tensor, lengths: Tensor, rows: Tensor) -> None:
     """Forbids each word's last token where the row (prompt and output) ends with the rest of the word."""
-    prefix_len = ask.prefixes.shape[1]
+    prefix_len = params.prefixes.shape[1]
     back = torch.arange(-prefix_len, 0, device=logits.device)
-    places = lengths[ask.owners][:, None] + back  # [words, longest prefix]
-    before = history[rows[ask.owners][:, None], places.clamp(min=0)]
-    matches = (ask.prefixes < 0) | ((before == ask.prefixes) & (places >= 0))
-    _forbid(logits, ask.cells, matches.all(1))
+    places = lengths[params.owners][:, None] + back  # [words, longest prefix]
+    before = history[rows[params.owners][:, None], places.clamp(min=0)]
+    matches = (params.prefixes < 0) | ((before == params.prefixes) & (places >= 0))
+    _forbid(logits, params.cells, matches.all(1))
 
 
 def apply_mask(logits: Tensor, mask: Tensor) -> None:

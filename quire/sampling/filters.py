@@ -22,7 +22,7 @@ _ALMOST_ALL = 1 - 1e-7
 _ROUNDING = 1e-6  # margin for the float32 rounding of the last bin's edge, so that no token falls below its own bin
 
 
-def narrow(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
+def apply_filters(logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor | None]:
     """Returns scores with -inf for tokens that are filtered out, and their token ids: [rows, candidates] each, or
     [rows, vocab] and None.
 

@@ -17,7 +17,7 @@ from quire.kernels.table import SamplingOps
 from quire.kernels.validation.failures import LazyKernels
 from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, EditedSamples, Histories
 from quire.sampling.dry import apply_dry
-from quire.sampling.edits import edit
+from quire.sampling.edits import apply_edits
 from quire.sampling.logprobs import Logprobs
 from quire.sampling.rowwise import select
 
@@ -37,11 +37,11 @@ Draw = Callable[[Tensor, Cohort, Tensor], Tensor]  # edited logits [n, vocab], c
 
 
 class FusedSampling:
-    def __init__(self, ops: SamplingOps, draw: Draw, late: LazyKernels):
+    def __init__(self, ops: SamplingOps, draw: Draw, lazy: LazyKernels):
         """`draw` samples one cohort in torch, as the fallback for filters."""
         self._ops = ops
         self._draw = draw
-        self._late = late
+        self._lazy = lazy
 
     def choose(
         self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None
@@ -54,35 +54,35 @@ class FusedSampling:
         common = (logits, draws.key, histories.lengths, draws.inv_temperature)
         if draws.any_filter:
             filters = (draws.top_k, draws.top_p, draws.min_p, draws.top_n_sigma)
-            chosen = self._late.attempt(
+            chosen = self._lazy.attempt(
                 FILTERS, device, lambda: ops.sample_filtered(*common, *filters, mask=mask, edited=edited)
             )
             if chosen is not None:
                 return chosen
         name = PLAIN[edited is not None, mask is not None]
-        chosen = self._late.attempt(name, device, lambda: ops.sample_rows(*common, mask=mask, edited=edited))
+        chosen = self._lazy.attempt(name, device, lambda: ops.sample_rows(*common, mask=mask, edited=edited))
         if chosen is not None and draws.any_filter:
-            return self._draw_filtered(*chosen, edit(logits.float(), batch, histories, mask), batch, histories)
+            return self._draw_filtered(*chosen, apply_edits(logits.float(), batch, histories, mask), batch, histories)
         return chosen
 
     def score(self, logits: Tensor, tokens: Tensor, batch: Batch) -> Logprobs | None:
         """Scores the samples with logprobs from the model's own logits; None if there are none or torch must score."""
-        asked = batch.logprobs
-        if asked is None:
+        request = batch.logprobs
+        if request is None:
             return None
-        parts = self._late.attempt(
-            LOGPROBS, logits.device, lambda: self._ops.score_rows(logits, asked.samples, tokens, asked.num_top)
+        parts = self._lazy.attempt(
+            LOGPROBS, logits.device, lambda: self._ops.score_rows(logits, request.samples, tokens, request.num_top)
         )
         return None if parts is None else Logprobs(*parts)
 
     def edit(self, logits: Tensor, batch: Batch, edited: EditedSamples, histories: Histories) -> tuple[Tensor, Tensor]:
         """Runs steps 2 to 6; returns the copies [edited samples, vocab] and each sample's index in them or -1."""
-        found = self._late.attempt(EDITS, logits.device, lambda: self._edit(logits, batch, edited, histories))
+        found = self._lazy.attempt(EDITS, logits.device, lambda: self._edit(logits, batch, edited, histories))
         if found is not None:
             return found
         # Torch copies all samples, so a sample's index in the copies is its number.
         places = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
-        return edit(logits.float(), batch, histories), torch.where(edited.places < 0, edited.places, places)
+        return apply_edits(logits.float(), batch, histories), torch.where(edited.places < 0, edited.places, places)
 
     def _edit(self, logits: Tensor, batch: Batch, edited: EditedSamples, histories: Histories) -> tuple[Tensor, Tensor]:
         ops, places = self._ops, edited.places
@@ -90,9 +90,9 @@ class FusedSampling:
         copies = ops.copy_samples(logits, edited.samples)
         if (bias := batch.bias) is not None:
             ops.add_bias(copies, places, bias.cells, bias.values)
-        if (ask := batch.penalties) is not None:
-            penalties = (ask.repetition, ask.presence, ask.frequency)
-            ops.apply_penalties(copies, places, ask.samples, ask.prompt_len, *penalties, tokens, lengths, rows)
+        if (params := batch.penalties) is not None:
+            penalties = (params.repetition, params.presence, params.frequency)
+            ops.apply_penalties(copies, places, params.samples, params.prompt_len, *penalties, tokens, lengths, rows)
         if (dry := batch.dry) is not None:
             apply_dry(copies, dry, tokens, lengths, rows, histories.max_len(dry.host_samples), places)
         if (stops := batch.min_tokens) is not None:

@@ -20,8 +20,8 @@ from torch import Tensor
 from quire.kernels.table import SamplingOps
 from quire.kernels.validation.failures import LazyKernels
 from quire.sampling.batch import GREEDY, UNFILTERED, Batch, Cohort, Histories, LogprobsRequest
-from quire.sampling.edits import edit
-from quire.sampling.filters import narrow
+from quire.sampling.edits import apply_edits
+from quire.sampling.filters import apply_filters
 from quire.sampling.fused import FusedSampling
 from quire.sampling.logprobs import Logprobs, score, to_records
 from quire.sampling.noise import Noise
@@ -83,7 +83,7 @@ class Sampler:
         self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Samples in torch; returns tokens [samples] and bad flags [samples]."""
-        edited = edit(logits, batch, histories, mask)
+        edited = apply_edits(logits, batch, histories, mask)
         bad = ~torch.isfinite(logits.amax(1))  # amax propagates NaN
         if edited is not logits:
             bad |= ~torch.isfinite(edited.amax(1))
@@ -108,7 +108,7 @@ class Sampler:
             return logits.max(1).indices  # the first of equals, as argmax, but faster on the CPU
         if cohort.width == UNFILTERED and self._plain is not None:  # same bits as in a step of plain rows
             return self._plain(logits, cohort.key, select(positions, cohort.samples), cohort.inv_temperature, None)[0]
-        scores, token_ids = narrow(logits, cohort)
+        scores, token_ids = apply_filters(logits, cohort)
         noise = self.noise.gumbel(cohort.key, select(positions, cohort.samples), token_ids)
         best = noise.add_(scores).max(1, keepdim=True).indices
         return (best if token_ids is None else token_ids.gather(1, best)).squeeze(1)
@@ -117,14 +117,14 @@ class Sampler:
 def processed_logits(logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Tensor:
     """Returns the distribution that `sample` draws from as logits [samples, vocab], up to a constant per row: tokens
     that can't be drawn are -inf, as are all but the argmax of a greedy row. For tests and verification only."""
-    edited = edit(logits, batch, histories, mask)
+    edited = apply_edits(logits, batch, histories, mask)
     result = torch.full_like(edited, MINUS_INF)
     for cohort in batch.cohorts:
         part = select(edited, cohort.samples)
         if cohort.width == GREEDY:
             scores, token_ids = torch.zeros_like(part[:, :1]), part.max(1, keepdim=True).indices
         else:
-            scores, token_ids = narrow(part, cohort)  # type: ignore[assignment]
+            scores, token_ids = apply_filters(part, cohort)  # type: ignore[assignment]
         if token_ids is not None:
             scores = torch.full_like(part, MINUS_INF).scatter_(1, token_ids, scores)
         result = scores if cohort.samples is None else result.index_copy_(0, cohort.samples, scores)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.sampling.edits import edit
+from quire.sampling.edits import apply_edits
 from quire.sampling.sampler import Sampler, to_host
 from tests.cpu.sampling_cases import Case, random_history, random_logits, resolved, set_up
 from tests.cpu.sampling_reference import edited_logits
@@ -100,14 +100,14 @@ def test_packed_mask_means_the_same_as_a_plain_one(vocab_size: int):
     packed = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
     batch, histories = set_up([Case(resolved())] * 4, vocab_size)
     logits = torch.from_numpy(random_logits(rng, 4, vocab_size))
-    plain = edit(logits, batch, histories, torch.from_numpy(allowed))
-    assert torch.equal(edit(logits, batch, histories, packed), plain)
+    plain = apply_edits(logits, batch, histories, torch.from_numpy(allowed))
+    assert torch.equal(apply_edits(logits, batch, histories, packed), plain)
     assert torch.equal(torch.isfinite(plain), torch.from_numpy(allowed))
 
 
 def edited(case: Case, logits: torch.Tensor) -> list[float]:
     batch, histories = set_up([case], logits.shape[1])
-    return edit(logits, batch, histories)[0].tolist()
+    return apply_edits(logits, batch, histories)[0].tolist()
 
 
 def test_min_tokens_forbids_stop_ids_until_it_is_reached():
@@ -171,7 +171,7 @@ def test_dry_and_penalties_match_the_reference_on_random_histories(seed: int):
         cases.append(Case(params, prompt_ids, output_ids))
     logits = random_logits(rng, len(cases), vocab_size)
     batch, histories = set_up(cases, vocab_size, rng)
-    ours = edit(torch.from_numpy(logits), batch, histories).numpy()
+    ours = apply_edits(torch.from_numpy(logits), batch, histories).numpy()
     for i, case in enumerate(cases):
         wanted = edited_logits(logits[i], case.params, case.prompt_ids, case.output_ids, ())
         assert np.allclose(ours[i], wanted, rtol=1e-4, atol=1e-4), case

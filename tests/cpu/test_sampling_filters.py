@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.sampling.filters import narrow
+from quire.sampling.filters import apply_filters
 from quire.sampling.rowwise import drop_below, row_sums
 from tests.cpu.sampling_cases import Case, resolved, set_up
 
@@ -28,7 +28,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(vocab_size: int, num_rows:
     cases = [Case(resolved(top_p=float(p), temperature=float(t))) for p, t in zip(top_p, temperature, strict=True)]
     logits = (rng.standard_normal((num_rows, vocab_size)) * 3).astype(np.float32)
     batch, _ = set_up(cases, vocab_size)
-    scores, token_ids = narrow(torch.from_numpy(logits), batch.cohorts[0])
+    scores, token_ids = apply_filters(torch.from_numpy(logits), batch.cohorts[0])
     assert token_ids is None and len(batch.cohorts) == 1
     kept = torch.isfinite(scores).numpy()
     scaled = logits.astype(np.float64) / temperature[:, None]
@@ -48,7 +48,7 @@ def test_top_p_at_its_ends():
     batch, _ = set_up(cases, 4)
     kept = torch.zeros(3, 4, dtype=torch.bool)
     for cohort in batch.cohorts:
-        scores, _ = narrow(logits if cohort.samples is None else logits[cohort.samples], cohort)
+        scores, _ = apply_filters(logits if cohort.samples is None else logits[cohort.samples], cohort)
         kept[slice(None) if cohort.samples is None else cohort.samples] = torch.isfinite(scores)
     assert kept.tolist() == [[True, False, False, False], [True, True, True, False], [True, True, True, False]]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels.table import triton_sampling
 from quire.kernels.validation.failures import LazyKernels
-from quire.sampling.edits import edit
+from quire.sampling.edits import apply_edits
 from quire.sampling.fused import ALL_KERNELS, FusedSampling
 from quire.sampling.logprobs import score
 from quire.sampling.noise import Noise, stream_key
@@ -245,7 +245,7 @@ def check_edits(where: Where) -> None:
             logits = where.normal(len(cases), vocab, dtype=dtype) * 4
             logits[1, 5], logits[2, 7] = torch.nan, MINUS_INF
             batch, histories = set_up(cases, vocab, rng, where.device)
-            expected = edit(logits.float(), batch, histories)
+            expected = apply_edits(logits.float(), batch, histories)
             assert batch.edited is not None
             where.poison()
             fused = FusedSampling(ops, Sampler(vocab, where.device)._choose, LazyKernels(ALL_KERNELS))

@@ -1,4 +1,7 @@
-"""A model of a few kilobytes for short chaos runs: made-up weights, a tokenizer with a token for every byte."""
+"""A generated model of a few kilobytes for chaos runs, benchmarks and tests: a config and a tokenizer of single bytes.
+
+It has no weights; servers load it with `--random-weights`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ TEMPLATE = (
 
 
 def byte_symbols() -> list[str]:
-    """How byte-level vocabularies write each byte: printable Latin as itself, the others moved up by 256."""
+    """Return the symbol of each byte in byte-level vocabularies: printable Latin as itself, others from 256 up."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]

@@ -70,11 +70,11 @@ class AsyncLLM:
         tokens = await asyncio.to_thread(self.edge.encode, prompt)
         requests = self.edge.requests(tokens, params or SamplingParams(), **options)
         reply = Reply(self.edge, requests)
-        news: asyncio.Queue[Delta] = asyncio.Queue()
+        deltas_queue: asyncio.Queue[Delta] = asyncio.Queue()
         try:
-            self._submit(requests, news)
+            self._submit(requests, deltas_queue)
             while not reply.done:
-                chunk, stop = reply.push(await news.get())
+                chunk, stop = reply.push(await deltas_queue.get())
                 if stop is not None:
                     self._thread.cancel(stop)
                 if reply.done:
@@ -86,13 +86,13 @@ class AsyncLLM:
                 if self._sinks.pop(request.id, None) is not None:
                     self._thread.cancel(request.id)
 
-    def _submit(self, requests: list[Request], news: asyncio.Queue[Delta]) -> None:
+    def _submit(self, requests: list[Request], deltas_queue: asyncio.Queue[Delta]) -> None:
         loop = asyncio.get_running_loop()
         for request in requests:
             if request.id in self._sinks:
                 raise QuireError("duplicate_id", f"A request with id {request.id!r} is already running.")
         for request in requests:
-            self._sinks[request.id] = (loop, news)
+            self._sinks[request.id] = (loop, deltas_queue)
             self._thread.submit(request)
 
     def _deliver(self, deltas: list[Delta]) -> None:
@@ -103,9 +103,9 @@ class AsyncLLM:
                 continue
             if delta.finish_reason is not None:
                 self._sinks.pop(delta.request_id, None)
-            loop, news = sink
+            loop, deltas_queue = sink
             try:
-                loop.call_soon_threadsafe(news.put_nowait, delta)
+                loop.call_soon_threadsafe(deltas_queue.put_nowait, delta)
             except RuntimeError:  # the loop was closed before its tasks ended, by an interrupt for example
                 if self._sinks.pop(delta.request_id, None) is not None:
                     self._thread.cancel(delta.request_id)

@@ -108,8 +108,8 @@ def may_have_gpu(root: Path = Path("/")) -> bool:
 
 def nvidia_card_names(root: Path = Path("/")) -> tuple[str, ...]:
     """Returns the name of each GPU of the driver, such as "NVIDIA H200"; empty without a driver."""
-    told = [_read(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
-    return tuple(found.group(1).strip() for text in told if (found := re.search(r"^Model:\s*(.+)$", text, re.M)))
+    texts = [_read(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
+    return tuple(found.group(1).strip() for text in texts if (found := re.search(r"^Model:\s*(.+)$", text, re.M)))
 
 
 def nvidia_driver_version(root: Path = Path("/")) -> str | None:

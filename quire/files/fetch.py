@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.files.progress import Progress
 from quire.files.store import CHUNK_BYTES, PartFile, check_space
-from quire.files.web import Refused, Unreachable, WebClient, explain
+from quire.files.web import HubRefusal, Unreachable, WebClient, explain
 from quire.types import QuireError
 
 MAX_ATTEMPTS = 20  # every attempt must bring bytes; bounds a connection that keeps breaking
@@ -29,7 +29,7 @@ class RemoteFile:
 
 
 def download(client: WebClient, url_path: str, remote: RemoteFile, target: Path, progress: Progress) -> None:
-    """Downloads `remote` to `target`. Raises `Unreachable` or `Refused`, and `QuireError` for wrong bytes."""
+    """Downloads `remote` to `target`. Raises `Unreachable` or `HubRefusal`, and `QuireError` for wrong bytes."""
     part = PartFile(target)
     try:
         if remote.size is not None and part.done > remote.size:
@@ -60,7 +60,7 @@ def _continue(client: WebClient, url_path: str, remote: RemoteFile, part: PartFi
         return remote.size
     try:
         response = client.open(url_path, start=part.done)
-    except Refused as error:
+    except HubRefusal as error:
         if error.status == 416 and part.done:  # the partial file is longer than the remote one
             part.restart()
             raise Unreachable("it cannot continue a partial download") from None

@@ -81,14 +81,14 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     try:
         found = os.stat(path)
     except OSError:
-        return _Reader(Path(path)).read()  # raises the right error
+        return _GGUFReader(Path(path)).read()  # raises the right error
     return _open_once(Path(path), found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
 def _open_once(path: Path, *version: int) -> GGUFFile:
     """Reads a file once, although tokenizer and loader both open it: a vocabulary takes a third of a second."""
-    return _Reader(path).read()
+    return _GGUFReader(path).read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class _TensorInfo:
         return self.offset + self.num_bytes
 
 
-class _Reader:
+class _GGUFReader:
     """A cursor over the mapped header. `_take` checks that bytes exist before it moves the cursor."""
 
     def __init__(self, path: Path):

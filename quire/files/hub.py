@@ -19,7 +19,7 @@ from quire.files.progress import Progress, format_bytes
 from quire.files.safetensors import INDEX_NAME, choose_shards, read_index
 from quire.files.settings import HubSettings
 from quire.files.store import cache_dir, check_space, exclusive, write_text
-from quire.files.web import Refused, Unreachable, WebClient
+from quire.files.web import HubRefusal, Unreachable, WebClient
 from quire.types import QuireError
 
 MAX_NAMES_SHOWN = 12
@@ -124,7 +124,7 @@ class _Snapshot:
         if known is not None and known.commit == revision:
             return cls(ref, known, settings, progress, None)  # a commit never changes
         try:
-            return cls(ref, _ask_listing(ref, revision, settings), settings, progress, None)
+            return cls(ref, _request_listing(ref, revision, settings), settings, progress, None)
         except QuireError as error:
             if error.code not in ("hub_unreachable", "offline"):
                 raise
@@ -259,12 +259,12 @@ def _unclear(ref: HubRef, problem: str, names: list[str]) -> QuireError:
 # Requests to the hub
 
 
-def _ask_listing(ref: HubRef, revision: str, settings: HubSettings) -> RepoListing:
+def _request_listing(ref: HubRef, revision: str, settings: HubSettings) -> RepoListing:
     client = settings.client()
     try:
         answer = client.get_json(f"/api/models/{ref.repo}/revision/{quote(revision, safe='')}?blobs=true")
-    except (Unreachable, Refused) as error:
-        raise _in_words(error, client, settings, ref.repo, f"revision {revision}") from None
+    except (Unreachable, HubRefusal) as error:
+        raise _as_quire_error(error, client, settings, ref.repo, f"revision {revision}") from None
     try:
         return _read_listing(answer)
     except (KeyError, TypeError, ValueError) as error:
@@ -298,12 +298,12 @@ def download_file(
     client = settings.client()
     try:
         download(client, f"/{repo}/resolve/{commit}/{quote(remote.name)}", remote, target, progress)
-    except (Unreachable, Refused) as error:
-        raise _in_words(error, client, settings, repo, remote.name) from None
+    except (Unreachable, HubRefusal) as error:
+        raise _as_quire_error(error, client, settings, repo, remote.name) from None
 
 
-def _in_words(
-    error: Unreachable | Refused, client: WebClient, settings: HubSettings, repo: str, thing: str
+def _as_quire_error(
+    error: Unreachable | HubRefusal, client: WebClient, settings: HubSettings, repo: str, thing: str
 ) -> QuireError:
     host = client.host
     if isinstance(error, Unreachable):

@@ -15,12 +15,12 @@ from quire.types import PoolingRule, QuireError
 
 MAX_FILE = 1 << 20
 MODULES = "modules.json"
-USUAL_CONFIG = "1_Pooling/config.json"
+DEFAULT_CONFIG = "1_Pooling/config.json"
 _GGUF_KINDS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _KINDS = {"mean": "mean", "lasttoken": "last", "last": "last"}  # sentence-transformers -> engine
 _MODE = re.compile(r"pooling_mode_(\w+?)(?:_tokens?)?")
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_DONE_ELSEWHERE = ("Transformer", "Pooling", "Normalize")
+_SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def read_pooling(files: ModelFiles) -> PoolingRule | None:
@@ -40,8 +40,8 @@ def _from_gguf(metadata: Any) -> PoolingRule | None:
 def _from_folder(folder: Path) -> PoolingRule | None:
     modules = _read(folder / MODULES)
     if modules is None:
-        config = _read(folder / USUAL_CONFIG)
-        return None if config is None else _rule(_kind_of(config), True, USUAL_CONFIG)
+        config = _read(folder / DEFAULT_CONFIG)
+        return None if config is None else _rule(_kind_of(config), True, DEFAULT_CONFIG)
     if not isinstance(modules, list):
         raise _bad(folder / MODULES, "it is not a list")
     kinds = {str(module.get("type", "")).rpartition(".")[2]: module for module in modules if isinstance(module, dict)}
@@ -55,7 +55,7 @@ def _from_folder(folder: Path) -> PoolingRule | None:
     if config is None:
         raise QuireError("bad_config", f"{MODULES} names {name}, which is not there.", "Fetch the model again.")
     rule = _rule(_kind_of(config), "Normalize" in kinds, name)
-    others = sorted(set(kinds) - set(_DONE_ELSEWHERE))
+    others = sorted(set(kinds) - set(_SUPPORTED_MODULES))
     if others:
         what = f"The model's {MODULES} has a module of type {others[0][:50]!r}, which is not supported."
         return PoolingRule(rule.kind, rule.normalize, "model", what)

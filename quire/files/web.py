@@ -1,7 +1,7 @@
 """A small HTTP client for the hub on the standard library, with short timeouts and a token that stays on its host.
 
 `hub` lists repositories with it, `fetch` downloads files. It raises `Unreachable` (no answer, or a broken connection)
-or `Refused` (an HTTP error status); callers turn these into user messages.
+or `HubRefusal` (an HTTP error status); callers turn these into user messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Unreachable(Exception):
     """No connection, or a broken one; `str()` is a short reason."""
 
 
-class Refused(Exception):
+class HubRefusal(Exception):
     """An HTTP error status. `reason_code` is the hub's error code, or empty."""
 
     def __init__(self, status: int, reason_code: str):
@@ -71,7 +71,7 @@ class WebClient:
             return self._opener.open(request)
         except urllib.error.HTTPError as error:
             error.close()
-            raise Refused(error.code, error.headers.get("X-Error-Code") or "") from None
+            raise HubRefusal(error.code, error.headers.get("X-Error-Code") or "") from None
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(explain(error)) from None
 

@@ -55,8 +55,8 @@ from quire.sampling.sampler import Sampler
 from quire.sampling.trial import settle_sampling
 from quire.startup import Compilers
 from quire.startup.cache_plan import allocate_cache, find_files, plan_model_memory
-from quire.startup.defaults import describe_card, pick_device, resolve_limits, resolve_page_tokens
-from quire.startup.trial_notes import Note, find_note
+from quire.startup.defaults import describe_gpu, pick_device, resolve_limits, resolve_page_tokens
+from quire.startup.trial_notes import TrialNote, find_note
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)
-    note = find_note(config, files, describe_card(device))
+    note = find_note(config, files, describe_gpu(device))
     loaded, engine, memory = _load_engine(config, files, device, note, progress or QuietProgress())
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
     ops: Ops | None = getattr(loaded.model, "ops", None)
@@ -107,7 +107,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
 
 
 def _load_engine(
-    config: Config, files: ModelFiles, device: torch.device, note: Note | None, progress: Progress
+    config: Config, files: ModelFiles, device: torch.device, note: TrialNote | None, progress: Progress
 ) -> tuple[LoadedModel, Engine, MemoryPlan]:
     """Returns a loaded model with its engine.
 
@@ -126,17 +126,22 @@ def _load_engine(
     findings = Findings()
     found = _load_with(findings, config, files, device, note, progress)
     if note is not None and (decided := findings.worth_noting) is not None:
-        note.leave(decided)
+        note.write(decided)
     return found
 
 
 def _load_with(
-    findings: Findings, config: Config, files: ModelFiles, device: torch.device, note: Note | None, progress: Progress
+    findings: Findings,
+    config: Config,
+    files: ModelFiles,
+    device: torch.device,
+    note: TrialNote | None,
+    progress: Progress,
 ) -> tuple[LoadedModel, Engine, MemoryPlan]:
     def forbid_note() -> None:
         findings.forbid_note()
         if note is not None:
-            note.forget()
+            note.delete()
 
     loaded = load_model(
         files,
@@ -154,7 +159,7 @@ def _load_with(
         progress=progress,
     )
     release_memory(device)  # frees weights that were quantized after reading, before the plan reads the free memory
-    engine, memory = build_engine(
+    engine, memory = build_model_engine(
         loaded.model,
         config,
         loaded.max_model_len,
@@ -180,7 +185,7 @@ def lower_precision(config: Config, parts: Assembly) -> dict[str, str]:
     return {"dtype": "float16"} if config.model.dtype in ("auto", "float32") else {}
 
 
-def build_engine(
+def build_model_engine(
     model: Model,
     config: Config,
     max_model_len: int,
@@ -206,7 +211,7 @@ def build_engine(
     mixed = _mixed_graphs(model, store, rows, row_ops, graphs, limits.max_rows)
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     choice = select_choice(device.type, config.engine.kernels)
-    sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _irreplaceable(config))
+    sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _required_kernels(config))
     runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
     workers = GuardedWorkers(runner, device, on_failure=on_failure)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
@@ -250,7 +255,7 @@ def try_sampling_ops(
     return settle_sampling(ops, model.vocab_size, _logits_dtype(model), at, strict=strict, findings=findings)
 
 
-def _irreplaceable(config: Config) -> frozenset[str]:
+def _required_kernels(config: Config) -> frozenset[str]:
     """Returns the sampling kernels that torch must not replace."""
     if config.engine.strict_kernels:
         return ALL_KERNELS

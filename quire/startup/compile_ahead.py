@@ -30,17 +30,17 @@ from quire.config import Config
 from quire.config_build import engine_settings, knobs
 from quire.machine import Machine, installed_version, may_have_gpu, nvidia_card_names, read_machine
 
-FEWEST_CORES = 4
-MOST_WORKERS = 12
+MIN_CORES = 4
+MAX_WORKERS = 12
 WORKER_BYTES = 1 << 28  # host memory of a worker and its compilers
-REHEARSAL_BYTES = 1 << 30  # host memory of the dry run
+DRY_RUN_BYTES = 1 << 30  # host memory of the dry run
 # Total seconds that a start waits: for the dry run, about as fast as the start, to list a kernel; and for workers to
 # compile kernels.
-LIST_PATIENCE_SECONDS = 3.0
-PATIENCE_SECONDS = 60.0
+LIST_WAIT_SECONDS = 3.0
+COMPILE_WAIT_SECONDS = 60.0
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "quire/kernels/triton"
-OTHER_SETTINGS = ("hub_token", "offline", "trace")  # settings without influence on kernels
+UNRELATED_SETTINGS = ("hub_token", "offline", "trace")  # settings without influence on kernels
 NEEDED = "needed"  # line of the dry run after the last kernel that the first token needs
 END = "end"  # last line of the dry run
 
@@ -62,23 +62,23 @@ def start_compilers(config: Config) -> Compilers | None:
     with suppress(OSError):
         num_workers, stamp = count_workers(read_machine()), stamp_path(config, nvidia_card_names())
         if num_workers > 0 and find_spec("triton") and not stamp.exists() and _may_create(stamp):
-            return Compilers(rehearsal_settings(config), num_workers, stamp)
+            return Compilers(kernel_settings(config), num_workers, stamp)
     return None
 
 
-def rehearsal_settings(config: Config) -> dict[str, Any]:
+def kernel_settings(config: Config) -> dict[str, Any]:
     """Returns the settings that may influence which kernels are launched, and how."""
-    return {name: value for name, value in engine_settings(config).items() if name not in OTHER_SETTINGS}
+    return {name: value for name, value in engine_settings(config).items() if name not in UNRELATED_SETTINGS}
 
 
 def count_workers(machine: Machine) -> int:
     """Returns the number of workers, which leaves a core each to the start and to the dry run."""
-    if machine.num_usable_cores < FEWEST_CORES:
+    if machine.num_usable_cores < MIN_CORES:
         return 0
-    most = min(MOST_WORKERS, machine.num_usable_cores - 2)
+    most = min(MAX_WORKERS, machine.num_usable_cores - 2)
     if machine.memory_available is None:
         return most
-    spare = machine.memory_available // 2 - REHEARSAL_BYTES  # half is left to the start
+    spare = machine.memory_available // 2 - DRY_RUN_BYTES  # half is left to the start
     return max(0, min(most, spare // WORKER_BYTES))
 
 
@@ -89,7 +89,7 @@ def stamp_path(config: Config, cards: tuple[str, ...]) -> Path:
     """
     versions = [sys.version, *(installed_version(name) for name in ("torch", "triton"))]
     sources = [(str(path.relative_to(SOURCES)), path.stat().st_mtime_ns) for path in list_sources(SOURCES)]
-    text = json.dumps([rehearsal_settings(config), versions, sources, cards], sort_keys=True, default=str)
+    text = json.dumps([kernel_settings(config), versions, sources, cards], sort_keys=True, default=str)
     return kernel_folder() / hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -118,7 +118,7 @@ def _may_create(stamp: Path) -> bool:
 
 
 @dataclass(slots=True)
-class _Patience:
+class _WaitBudget:
     """A time budget for several waits."""
 
     left: float  # seconds
@@ -134,27 +134,27 @@ class Compilers:
     """The dry run and the workers of one start, and the state of every kernel they know."""
 
     def __init__(
-        self, settings: dict[str, Any], num_workers: int, stamp: Path, *, rehearsal: str = "quire.startup.dry_run"
+        self, settings: dict[str, Any], num_workers: int, stamp: Path, *, dry_run: str = "quire.startup.dry_run"
     ):
-        """`rehearsal`: module of the dry run, which receives one socket per worker that it forks."""
+        """`dry_run`: module of the dry run, which receives one socket per worker that it forks."""
         self._stamp = stamp
         self._changed = threading.Condition()
         self._states: dict[Key, State] = {}
         self._queue: deque[tuple[Key, str]] = deque()  # (kernel, line for the worker)
-        self._later: set[Key] = set()  # kernels that the first token does not need
+        self._not_needed: set[Key] = set()  # kernels that the first token does not need
         self._needed_listed = False  # all kernels that the first token needs are listed
         self._listed = False  # all kernels are listed
-        self._is_whole = True  # no process has failed so far
+        self._is_complete = True  # no process has failed so far
         self._num_working = num_workers  # live workers
         self._num_idle = 0  # live workers without a kernel
-        self._list_patience, self._patience = _Patience(LIST_PATIENCE_SECONDS), _Patience(PATIENCE_SECONDS)
+        self._list_wait, self._compile_wait = _WaitBudget(LIST_WAIT_SECONDS), _WaitBudget(COMPILE_WAIT_SECONDS)
         self._detach: Callable[[], None] | None = None
         lines = [socket.socketpair() for _ in range(num_workers)]
-        self._process = _start(rehearsal, [theirs.fileno() for _, theirs in lines])
+        self._process = _start(dry_run, [child.fileno() for _, child in lines])
         _run_thread(self._list_kernels, settings)
-        for ours, theirs in lines:
-            theirs.close()
-            _run_thread(self._feed, ours)
+        for own, child in lines:
+            child.close()
+            _run_thread(self._feed, own)
 
     def attach(self) -> None:
         """Hooks into Triton so that this process waits for a kernel's worker instead of compiling the kernel itself.
@@ -168,12 +168,12 @@ class Compilers:
         except (ImportError, AttributeError):  # a Triton version without this hook: this process compiles everything
             return
 
-        def hook(**told: Any) -> Any:
+        def hook(**launch: Any) -> Any:
             with suppress(ImportError, AttributeError):  # Triton's hash takes half a second, once, and is needed next
                 import_module("triton.runtime.cache").triton_key()
             with suppress(KeyError, AttributeError):
-                self.settle((told["fn"].module, told["fn"].name, told["compile"]["specialization_data"]))
-            return before(**told) if before is not None else False  # False: Triton looks on disk next
+                self.wait_for_kernel((launch["fn"].module, launch["fn"].name, launch["compile"]["specialization_data"]))
+            return before(**launch) if before is not None else False  # False: Triton looks on disk next
 
         def detach() -> None:
             if knobs.runtime.jit_cache_hook is hook:
@@ -183,15 +183,15 @@ class Compilers:
             if self._num_working > 0:
                 knobs.runtime.jit_cache_hook, self._detach = hook, detach
 
-    def settle(self, key: Key) -> None:
+    def wait_for_kernel(self, key: Key) -> None:
         """Waits until this kernel is compiled, or until the caller should compile it."""
         with self._changed:
-            self._list_patience.wait_for(self._changed, lambda: key in self._states or self._needed_listed)
-            self._patience.wait_for(self._changed, lambda: self._is_settled(key) or self._is_stuck(key))
+            self._list_wait.wait_for(self._changed, lambda: key in self._states or self._needed_listed)
+            self._compile_wait.wait_for(self._changed, lambda: self._is_ended(key) or self._is_stuck(key))
             if self._is_stuck(key):
                 self._mark(key, State.ENDED)  # compiling it here is faster than waiting for a worker
 
-    def _is_settled(self, key: Key) -> bool:
+    def _is_ended(self, key: Key) -> bool:
         return self._states.get(key, State.ENDED) is State.ENDED
 
     def _is_stuck(self, key: Key) -> bool:
@@ -207,22 +207,22 @@ class Compilers:
     # -- in threads of their own ------------------------------------------------------------------------------------
 
     def _list_kernels(self, settings: dict[str, Any]) -> None:
-        told, said_end = self._process.stdout, False
-        assert told is not None
+        lines, is_complete = self._process.stdout, False
+        assert lines is not None
         try:
-            _say(self._process, json.dumps(settings | {"offline": True}))
-            for line in told:
-                if said_end := line.strip() == END:
+            _send_line(self._process, json.dumps(settings | {"offline": True}))
+            for line in lines:
+                if is_complete := line.strip() == END:
                     break
                 if line.strip() == NEEDED:
-                    self._end_list()
+                    self._mark_listed()
                 else:
                     self._queue_kernel(json.loads(line), line.strip())
         finally:
-            told.close()
+            lines.close()
             with self._changed:
                 self._listed = True
-                self._end_list(said_end or self._needed_listed)
+                self._mark_listed(is_complete or self._needed_listed)
 
     def _queue_kernel(self, kernel: dict[str, str], line: str) -> None:
         key = (kernel["module"], kernel["name"], kernel["data"])
@@ -230,15 +230,15 @@ class Compilers:
             if key not in self._states:
                 self._queue.append((key, line))
                 if self._needed_listed:
-                    self._later.add(key)
+                    self._not_needed.add(key)
                 self._mark(key, State.QUEUED)
 
-    def _end_list(self, is_whole: bool = True) -> None:
+    def _mark_listed(self, is_complete: bool = True) -> None:
         """Records that all needed kernels are listed."""
         with self._changed:
             self._needed_listed = True
-            self._is_whole &= is_whole
-            self._leave_stamp()
+            self._is_complete &= is_complete
+            self._write_stamp_if_done()
             self._changed.notify_all()
 
     def _feed(self, line: socket.socket) -> None:
@@ -253,7 +253,7 @@ class Compilers:
                         answered = bool(answers.readline())
                     finally:
                         with self._changed:
-                            self._is_whole &= answered
+                            self._is_complete &= answered
                             self._mark(key, State.ENDED)
                     if not answered:
                         break
@@ -277,12 +277,12 @@ class Compilers:
     def _mark(self, key: Key, state: State) -> None:
         """Sets a kernel's state. The caller holds the lock."""
         self._states[key] = state
-        self._leave_stamp()
+        self._write_stamp_if_done()
         self._changed.notify_all()
 
-    def _leave_stamp(self) -> None:
-        needed = (state for key, state in self._states.items() if key not in self._later)
-        if self._needed_listed and self._is_whole and all(state is State.ENDED for state in needed):
+    def _write_stamp_if_done(self) -> None:
+        needed = (state for key, state in self._states.items() if key not in self._not_needed)
+        if self._needed_listed and self._is_complete and all(state is State.ENDED for state in needed):
             with suppress(OSError):  # without a stamp the next start repeats the dry run
                 self._stamp.parent.mkdir(parents=True, exist_ok=True)
                 self._stamp.touch()
@@ -336,7 +336,7 @@ def _run_thread(target: Any, *args: Any) -> None:
     threading.Thread(target=run, name="quire compilers", daemon=True).start()
 
 
-def _say(process: subprocess.Popen[str], line: str) -> None:
+def _send_line(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()

@@ -37,17 +37,21 @@ def pick_device(name: str, *, strict: bool = False) -> torch.device:
 
 def cuda_trouble() -> str | None:
     """Returns a short reason why torch can't use a CUDA device; None if it can."""
-    with warnings.catch_warnings(record=True) as said:  # torch reports a driver that is too old only as a warning
+    with warnings.catch_warnings(record=True) as caught:  # torch reports a driver that is too old only as a warning
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable:
         return None
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
-    return first_line(said[0].message).split(". ")[0] if said and isinstance(said[0].message, Warning) else "none found"
+    return (
+        first_line(caught[0].message).split(". ")[0]
+        if caught and isinstance(caught[0].message, Warning)
+        else "none found"
+    )
 
 
-def describe_card(device: torch.device) -> dict[str, Any] | None:
+def describe_gpu(device: torch.device) -> dict[str, Any] | None:
     """Returns the properties that identify a GPU and its CUDA version; None for a CPU."""
     if device.type != "cuda":
         return None

@@ -47,7 +47,7 @@ PROMPTS = (
     (40, SamplingParams(temperature=0.6, top_k=20, top_p=0.95)),
 )
 
-Tell = Callable[[dict[str, Any]], None]
+Report = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
@@ -59,25 +59,25 @@ def main() -> None:
     workers = fork_workers([int(fd) for fd in sys.argv[1:]], compile_worker.prepare, compile_worker.compile_kernel)
     ending = threading.Thread(target=end_with_parent, args=(workers,))
     ending.start()
-    told = os.fdopen(os.dup(1), "w", buffering=1)
+    output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # other output of this process goes to stderr
 
-    def tell(line: str) -> None:
-        told.write(line + "\n")
+    def report(line: str) -> None:
+        output.write(line + "\n")
 
     try:
-        note_launches(lambda kernel: tell(json.dumps(kernel)))
-        for _ in rehearse(config):
-            tell(NEEDED)
+        record_launches(lambda kernel: report(json.dumps(kernel)))
+        for _ in run_on_meta(config):
+            report(NEEDED)
             os.nice(NICE)  # no request waits for the rest
     except Exception as error:  # it would repeat, so the list so far is complete
         print(f"dry run: {type(error).__name__}: {error}", file=sys.stderr)
-    tell(END)
+    report(END)
     ending.join()
 
 
-def note_launches(tell: Tell) -> None:
-    """From now on, reports each kernel once to `tell` and launches none in this process."""
+def record_launches(report: Report) -> None:
+    """From now on, reports each kernel once to `report` and launches none in this process."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -85,20 +85,20 @@ def note_launches(tell: Tell) -> None:
     major, minor = torch.cuda.get_device_capability()  # queries the driver without creating a context
     target = ("cuda", 10 * major + minor, 32)
     driver.set_active(compile_worker.TargetOnlyDriver(GPUTarget(*target)))
-    told: set[tuple[str, str, str]] = set()
+    reported: set[tuple[str, str, str]] = set()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = (fn.module, fn.name, compile["specialization_data"])
-        if kernel not in told:
-            told.add(kernel)
-            tell({"module": fn.module, "name": fn.name, "data": kernel[2], "target": target})
+        if kernel not in reported:
+            reported.add(kernel)
+            report({"module": fn.module, "name": fn.name, "data": kernel[2], "target": target})
         return True  # True: neither compile nor launch it
 
     knobs.runtime.jit_cache_hook = note
 
 
 @torch.inference_mode()
-def rehearse(config: Config) -> Iterator[None]:
+def run_on_meta(config: Config) -> Iterator[None]:
     """Runs the kernel trials, the work of every start, and the steps before a first token; then yields.
 
     After that it runs steps of all sizes, which the engine warms up when it is idle.

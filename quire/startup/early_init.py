@@ -30,22 +30,22 @@ DRIVER = "libcuda.so.1"
 def open_engine(config: Config, progress: Progress | None = None) -> Assembly:
     """Returns a running engine. Imports torch."""
     compilers = start_compilers(config)
-    with card_opened(config):
-        with collections_paused():
-            hashing = hash_triton() if launches_kernels(config) else None
+    with gpu_opened(config):
+        with gc_paused():
+            hashing = hash_triton() if may_launch_kernels(config) else None
             from quire.startup.assemble import assemble
         if hashing is not None:
             hashing.join()  # a caller that needs the hash earlier would compute it again
         return assemble(config, progress, compilers)
 
 
-def launches_kernels(config: Config) -> bool:
+def may_launch_kernels(config: Config) -> bool:
     """Whether this config may launch Triton kernels."""
     return config.engine.device != "cpu" and config.engine.kernels != "torch" and may_have_gpu()
 
 
 @contextmanager
-def card_opened(config: Config) -> Iterator[None]:
+def gpu_opened(config: Config) -> Iterator[None]:
     """Opens the first GPU in a thread, as torch will do, which hides half a second behind the import of torch.
 
     Inside the block torch shares the context. On exit this reference is released, so that an engine on the CPU holds
@@ -53,14 +53,14 @@ def card_opened(config: Config) -> Iterator[None]:
     """
     end = threading.Event()
     if config.engine.device != "cpu" and may_have_gpu():
-        _in_thread(lambda: _hold_card(end))
+        _in_thread(lambda: _hold_gpu(end))
     try:
         yield
     finally:
         end.set()
 
 
-def _hold_card(end: threading.Event) -> None:
+def _hold_gpu(end: threading.Event) -> None:
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # the value that torch sets; CUDA reads it only once
     driver = ctypes.CDLL(DRIVER)
     device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -72,7 +72,7 @@ def _hold_card(end: threading.Event) -> None:
 
 
 @contextmanager
-def collections_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Disables garbage collection in a block of imports, whose objects stay and would be scanned again and again."""
     was_on = gc.isenabled()
     gc.disable()

@@ -15,7 +15,7 @@ ALGEBRA = "sympy"
 SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 TRACER = "torch._dynamo"
 ANSWERS = ("guard_or_false", "guard_or_true", "guard_size_oblivious", "expect_true", "statically_known_true")
-OF_PLAIN_SIZES: dict[str, Any] = dict.fromkeys(ANSWERS, bool) | {
+SIZE_FUNCTIONS: dict[str, Any] = dict.fromkeys(ANSWERS, bool) | {
     "is_nested_int": lambda size: False,
     "sym_and": lambda *parts: all(parts),
     "sym_or": lambda *parts: any(parts),
@@ -27,10 +27,10 @@ OF_PLAIN_SIZES: dict[str, Any] = dict.fromkeys(ANSWERS, bool) | {
 def install() -> None:
     """Installs the replacement modules. Torch must be imported already."""
     importlib.import_module("torch.fx.experimental._config")  # small, and used together with SYMBOLS
-    known = {ALGEBRA: {"Basic": _Expression}, SYMBOLS: OF_PLAIN_SIZES, TRACER: {"disable": _leave_alone}}
+    known = {ALGEBRA: {"Basic": _Expression}, SYMBOLS: SIZE_FUNCTIONS, TRACER: {"disable": _leave_alone}}
     for name, parts in known.items():
         if name not in sys.modules:
-            _put(name, _StandIn(name, parts))
+            _register(name, _LazyModule(name, parts))
 
 
 def _leave_alone(fn: Any = None, *_: Any, **__: Any) -> Any:
@@ -42,7 +42,7 @@ class _Expression:
     """Replaces `sympy.Basic`; no object is an instance."""
 
 
-class _StandIn(ModuleType):
+class _LazyModule(ModuleType):
     """A module with some attributes, which imports the real module for any other."""
 
     def __init__(self, name: str, known: dict[str, Any]):
@@ -59,11 +59,11 @@ class _StandIn(ModuleType):
     def _real(self) -> ModuleType:
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
-            _put(self.__name__, importlib.import_module(self.__name__))
+            _register(self.__name__, importlib.import_module(self.__name__))
         return sys.modules[self.__name__]
 
 
-def _put(name: str, module: ModuleType) -> None:
+def _register(name: str, module: ModuleType) -> None:
     """Registers a module in `sys.modules` and as an attribute of its parent."""
     sys.modules[name] = module
     parent, _, own = name.rpartition(".")

@@ -22,12 +22,12 @@ from typing import Any
 from quire.config import Config
 from quire.files.source import ModelFiles
 from quire.machine import installed_version, nvidia_driver_version
-from quire.startup.compile_ahead import ROOT, kernel_folder, list_sources, rehearsal_settings
+from quire.startup.compile_ahead import ROOT, kernel_folder, kernel_settings, list_sources
 
 VERSION = 1
 SUFFIX = ".tried"
-MOST_BYTES = 4096
-MOST_NOTES = 200  # in one folder; the oldest are deleted
+MAX_BYTES = 4096
+MAX_NOTES = 200  # in one folder; the oldest are deleted
 # Sources that launch kernels or decide which ones.
 _STARTUP = ("startup/assemble.py", "startup/cache_plan.py", "startup/defaults.py")
 SOURCES = (*_STARTUP, "kernels", "layers", "models", "runtime", "sampling")
@@ -36,7 +36,7 @@ VARIABLES = ("TRITON_", "CUDA_", "CUBLAS", "NVIDIA_", "TORCH", "PYTORCH", "LLVM_
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class TrialNote:
     """The note of one kind of start, whether or not it exists on disk."""
 
     path: Path
@@ -45,20 +45,20 @@ class Note:
         """Returns the decisions in the note; None if there is no valid note."""
         try:
             with self.path.open("rb") as file:
-                told = json.loads(file.read(MOST_BYTES))
+                content = json.loads(file.read(MAX_BYTES))
         except (OSError, ValueError, RecursionError):
             return None
-        if not isinstance(told, dict) or told.get("version") != VERSION or told.get("note") != self.path.stem:
+        if not isinstance(content, dict) or content.get("version") != VERSION or content.get("note") != self.path.stem:
             return None
-        decided = told.get("decided")
+        decided = content.get("decided")
         if not isinstance(decided, dict) or not all(isinstance(answer, bool) for answer in decided.values()):
             return None
         return decided
 
-    def leave(self, decided: Mapping[str, bool]) -> None:
+    def write(self, decided: Mapping[str, bool]) -> None:
         """Writes the note atomically; another process may write the same note at the same time."""
         text = json.dumps({"version": VERSION, "note": self.path.stem, "decided": dict(decided)})
-        if len(text) > MOST_BYTES:
+        if len(text) > MAX_BYTES:
             return
         with suppress(OSError):  # without a note the next start repeats the trials
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +71,13 @@ class Note:
                 Path(name).unlink(missing_ok=True)
             _keep_newest(self.path.parent)
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         """Deletes the note, if there is one."""
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
 
 
-def find_note(config: Config, files: ModelFiles, card: Mapping[str, Any] | None) -> Note | None:
+def find_note(config: Config, files: ModelFiles, card: Mapping[str, Any] | None) -> TrialNote | None:
     """Returns the note of such a start on this GPU.
 
     None without a GPU, and with `strict_kernels`, which requires trials at every start.
@@ -87,13 +87,13 @@ def find_note(config: Config, files: ModelFiles, card: Mapping[str, Any] | None)
     with suppress(OSError):
         versions = [sys.version, *(installed_version(name) for name in ("torch", "triton")), nvidia_driver_version()]
         variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
-        depends = [rehearsal_settings(config), _model(files), dict(card), versions, variables, _sources()]
+        depends = [kernel_settings(config), _model_identity(files), dict(card), versions, variables, _hash_sources()]
         text = json.dumps(depends, sort_keys=True, default=str)
-        return Note(kernel_folder() / (hashlib.sha256(text.encode()).hexdigest()[:32] + SUFFIX))
+        return TrialNote(kernel_folder() / (hashlib.sha256(text.encode()).hexdigest()[:32] + SUFFIX))
     return None
 
 
-def _model(files: ModelFiles) -> list[Any]:
+def _model_identity(files: ModelFiles) -> list[Any]:
     """Returns what identifies the model's shapes."""
     if files.config is not None:
         return [files.config]
@@ -101,7 +101,7 @@ def _model(files: ModelFiles) -> list[Any]:
     return [str(files.path), stat.st_size, stat.st_mtime_ns]
 
 
-def _sources() -> str:
+def _hash_sources() -> str:
     digest = hashlib.sha256()
     for name in SOURCES:
         for path in list_sources(ROOT / "quire" / name):
@@ -113,5 +113,5 @@ def _sources() -> str:
 
 def _keep_newest(folder: Path) -> None:
     notes = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in notes[MOST_NOTES:]:
+    for path in notes[MAX_NOTES:]:
         path.unlink(missing_ok=True)

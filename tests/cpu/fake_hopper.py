@@ -36,12 +36,12 @@ def stand_in() -> None:
 
 
 def tell_few() -> None:
-    note_launches = rehearsal.note_launches
+    record_launches = rehearsal.record_launches
 
-    def note_few(tell: rehearsal.Tell) -> None:
-        note_launches(lambda kernel: tell(kernel) if kernel["name"] in FEW else None)
+    def note_few(tell: rehearsal.Report) -> None:
+        record_launches(lambda kernel: tell(kernel) if kernel["name"] in FEW else None)
 
-    rehearsal.note_launches = note_few
+    rehearsal.record_launches = note_few
 
 
 class Compiler:
@@ -86,13 +86,13 @@ def start(settings: dict[str, Any], compiler: Compiler) -> dict[str, Any]:
 
     told: list[dict[str, Any]] = []
     trouble: list[str] = []
-    rehearsal.note_launches(told.append)
+    rehearsal.record_launches(told.append)
     note = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = lambda **what: not note(**what)  # and compile it
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            next(rehearsal.rehearse(override_config(Config(), settings)), None)
+            next(rehearsal.run_on_meta(override_config(Config(), settings)), None)
         except Exception as error:
             trouble.append(f"{type(error).__name__}: {error}")
     trouble += [str(each.message) for each in caught]
@@ -106,8 +106,8 @@ def steps(asked: tuple[dict[str, Any], list[tuple[int, int]]]) -> dict[str, Any]
     runners: list[Any] = []
     make = rehearsal.Runner
     rehearsal.Runner = lambda *args, **knobs: runners.append(make(*args, **knobs)) or runners[0]  # type: ignore
-    rehearsal.note_launches(told.append)
-    for _ in rehearsal.rehearse(override_config(Config(), settings)):
+    rehearsal.record_launches(told.append)
+    for _ in rehearsal.run_on_meta(override_config(Config(), settings)):
         pass
     rehearsal.Runner = make  # type: ignore[misc]
     num_told, found = len(told), []

@@ -17,7 +17,7 @@ from quire.engine.loop import Engine
 from quire.files.source import resolve_model
 from quire.models.loading.loader import LoadedModel, load_model
 from quire.models.registry import Model
-from quire.startup.assemble import build_engine
+from quire.startup.assemble import build_model_engine
 from quire.types import Delta, Plan, Request, SamplingParams, StepOutput
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def make_engine(model: Model, *, late: bool = False, max_len: int = 256, device:
                 **knobs: Any) -> Engine:  # fmt: skip
     # Without a target time, so that the schedule is the same however busy the machine is.
     knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": 4, "step_target_ms": 0, **knobs}
-    engine, _ = build_engine(model, override_config(Config(), knobs), max_len, device)
+    engine, _ = build_model_engine(model, override_config(Config(), knobs), max_len, device)
     if late:
         engine.workers = LateDevice(engine.workers)
     return engine

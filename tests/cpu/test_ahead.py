@@ -53,7 +53,7 @@ def test_what_others_compile_is_what_a_start_looks_for(tmp_path: Path, monkeypat
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     settings = save_configs(tmp_path)
     stamp = tmp_path / "triton/stamp"
-    Compilers(settings["cohere"], 2, stamp, rehearsal="tests.cpu.fake_hopper").wait()
+    Compilers(settings["cohere"], 2, stamp, dry_run="tests.cpu.fake_hopper").wait()
     assert stamp.exists()
 
     starts = dict(zip(settings, ask("start", list(settings.values())), strict=True))
@@ -101,7 +101,7 @@ def test_a_start_beside_which_everything_fails_answers_as_ever(tmp_path: Path, m
     started: list[Compilers] = []
 
     def start(*args: Any) -> Compilers:
-        started.append(Compilers(*args, rehearsal="tests.pure.no_such_module"))
+        started.append(Compilers(*args, dry_run="tests.pure.no_such_module"))
         return started[0]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

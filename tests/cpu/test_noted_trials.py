@@ -25,7 +25,7 @@ from quire.models.loading import loader
 from quire.runtime.runner import Runner
 from quire.startup import assemble
 from quire.startup import trial_notes as notes
-from quire.startup.trial_notes import Note
+from quire.startup.trial_notes import TrialNote
 from tests.cpu.test_trials import STAND_INS, fails, lying
 from tests.cpu.tiny_llm import make_tiny_llm
 
@@ -132,7 +132,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleName
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(loader, "select_ops", lambda *args: told.ops)
     monkeypatch.setattr(assemble, "check_ops", lambda *args: None)
-    monkeypatch.setattr(assemble, "describe_card", lambda device: {"uuid": told.uuid})
+    monkeypatch.setattr(assemble, "describe_gpu", lambda device: {"uuid": told.uuid})
     monkeypatch.setattr(trial, "failure", failure)
     yield told
 
@@ -165,7 +165,7 @@ def test_a_kernel_that_broke_with_new_code_is_caught_and_never_noted(
 ) -> None:
     tried, tokens = start(folder, card)
     card.ops = replace(STAND_INS, rms_norm=bad)
-    monkeypatch.setattr(notes, "_sources", lambda: "other sources")
+    monkeypatch.setattr(notes, "_hash_sources", lambda: "other sources")
     for _ in range(2):  # the next start says it, too
         with pytest.warns(UserWarning, match="The norm kernel can't be used here"):
             assert start(folder, card) == (tried, tokens)
@@ -234,7 +234,7 @@ def test_chores_that_come_to_their_end_are_no_failure(folder: Path, card: Simple
 
 def test_a_cpu_has_no_notes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(Note, "leave", refuse)
+    monkeypatch.setattr(TrialNote, "write", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with LLM(str(folder), **KNOBS) as llm:

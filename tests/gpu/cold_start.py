@@ -38,7 +38,7 @@ def main(folder: str) -> None:
     def attempt(self: Findings, trial: Any) -> None:
         plain_attempt(self, lambda: (tried.append(trial), trial())[1])
 
-    compilers.LIST_PATIENCE_SECONDS = compilers.PATIENCE_SECONDS = 600.0
+    compilers.LIST_WAIT_SECONDS = compilers.COMPILE_WAIT_SECONDS = 600.0
     Compilers._is_stuck = lambda self, key: False  # type: ignore[method-assign]
     beginning.start_compilers = start
     Findings.attempt = attempt  # type: ignore[method-assign]

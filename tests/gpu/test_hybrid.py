@@ -16,7 +16,7 @@ from quire.files.source import resolve_model
 from quire.models.loading import kernel_trials as trials
 from quire.models.loading import loader
 from quire.models.loading.loader import load_model
-from quire.startup.assemble import build_engine
+from quire.startup.assemble import build_model_engine
 from quire.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -89,7 +89,7 @@ def test_wide_heads_get_their_walk(
     got = (logits_of(found) - exact).norm() / exact.norm()
     assert scans, "the model's layers are not laid out as its kernels need it"
     knobs = {"page_tokens": 16, "num_pages": 600, "max_rows": 8, "max_batch_tokens": 96, "chunk_tokens": 70}
-    engine, _ = build_engine(found, override_config(Config(), knobs), 256, torch.device("cuda", 0))
+    engine, _ = build_model_engine(found, override_config(Config(), knobs), 256, torch.device("cuda", 0))
     first = run(engine, ragged_prompts(), GREEDY)
     assert all(len(tokens) == 32 for tokens in first)
     graphs = engine.workers._inner._graphs

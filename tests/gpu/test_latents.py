@@ -14,7 +14,7 @@ from quire.config_build import override_config
 from quire.files.source import resolve_model
 from quire.models.loading import kernel_trials as trials
 from quire.models.loading import loader
-from quire.startup.assemble import build_engine
+from quire.startup.assemble import build_model_engine
 from quire.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def test_captured_steps_go_on_with_it(tmp_path: Path) -> None:
     save_model(tmp_path)
     greedy = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     knobs = {"page_tokens": 16, "num_pages": 600, "max_rows": 8, "max_batch_tokens": 64, "chunk_tokens": 23}
-    engine, _ = build_engine(load(tmp_path), override_config(Config(), knobs), 256, torch.device("cuda", 0))
+    engine, _ = build_model_engine(load(tmp_path), override_config(Config(), knobs), 256, torch.device("cuda", 0))
     first = run(engine, ragged_prompts(), greedy)
     assert all(len(tokens) == 32 for tokens in first)
     graphs = engine.workers._inner._graphs

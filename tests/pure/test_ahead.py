@@ -42,11 +42,11 @@ def end(compilers: Compilers) -> None:
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Compilers]:
     """With patience for a process that takes its time to start, as on a busy machine."""
-    monkeypatch.setattr(ahead, "LIST_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(ahead, "LIST_WAIT_SECONDS", 60.0)
 
     def start(num_workers: int = 2, **settings: Any) -> Compilers:
         settings["folder"] = str(tmp_path)
-        return Compilers(settings, num_workers, tmp_path / "cache/stamp", rehearsal="tests.pure.ahead_stand_in")
+        return Compilers(settings, num_workers, tmp_path / "cache/stamp", dry_run="tests.pure.ahead_stand_in")
 
     return start
 
@@ -72,7 +72,7 @@ def test_kernels_are_compiled_beside_a_start_that_finds_none(worthwhile: list[An
     assert start_compilers(config) == "started"
     ((settings, num_workers, stamp),) = worthwhile
     assert settings == {"model": "m"}
-    assert num_workers == ahead.MOST_WORKERS
+    assert num_workers == ahead.MAX_WORKERS
     stamp.parent.mkdir(parents=True)
     stamp.touch()
     assert start_compilers(config) is None
@@ -165,7 +165,7 @@ def test_what_is_told_is_compiled_and_a_stamp_says_so(start: Callable[..., Compi
     compilers.wait()
     assert all((tmp_path / name).exists() for name in names)
     assert (tmp_path / "cache/stamp").exists()
-    compilers.settle(key(names[0]))
+    compilers.wait_for_kernel(key(names[0]))
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["settings"]["offline"] is True  # what is not here yet, the start itself fetches
     assert not {"HF_TOKEN", "QUIRE_ADMIN_KEY"} & set(seen["variables"])
@@ -173,7 +173,7 @@ def test_what_is_told_is_compiled_and_a_stamp_says_so(start: Callable[..., Compi
 
 def test_a_kernel_is_waited_for_until_it_is_there(start: Callable[..., Compilers], tmp_path: Path) -> None:
     compilers = start(tell=["kernel"], num_workers=1)
-    compilers.settle(key("kernel"))  # not even told yet
+    compilers.wait_for_kernel(key("kernel"))  # not even told yet
     assert (tmp_path / "kernel").exists()
 
 
@@ -181,7 +181,7 @@ def test_a_kernel_that_nobody_has_begun_is_the_starts_own(start: Callable[..., C
     compilers = start(tell=["long", "queued"], work="hang", num_workers=1)
     with compilers._changed:
         compilers._changed.wait_for(lambda: compilers._states.get(key("long")) is ahead.State.RUNNING)
-    compilers.settle(key("queued"))
+    compilers.wait_for_kernel(key("queued"))
     assert compilers._states[key("queued")] is ahead.State.ENDED
     assert not (tmp_path / "queued").exists()
     end(compilers)
@@ -189,7 +189,7 @@ def test_a_kernel_that_nobody_has_begun_is_the_starts_own(start: Callable[..., C
 
 def test_kernels_the_rehearsal_did_not_tell_of_are_not_waited_for(start: Callable[..., Compilers]) -> None:
     compilers = start(tell=[])
-    compilers.settle(key("another"))
+    compilers.wait_for_kernel(key("another"))
     assert compilers._listed
 
 
@@ -197,7 +197,7 @@ def test_what_no_first_token_needs_is_compiled_and_kept_nobody_waiting(start: Ca
                                                                        tmp_path: Path) -> None:  # fmt: skip
     """The stamp says that what is needed is there, whatever becomes of the rest."""
     compilers = start(tell=["kernel"], later=["endless", "large"], endless="endless", end="hang")
-    compilers.settle(key("another"))  # the list goes on, but not with what a start needs
+    compilers.wait_for_kernel(key("another"))  # the list goes on, but not with what a start needs
     assert not compilers._listed
     with compilers._changed:
         done = [key("kernel"), key("large")]
@@ -209,7 +209,7 @@ def test_what_no_first_token_needs_is_compiled_and_kept_nobody_waiting(start: Ca
 
 def test_what_does_not_compile_is_left_to_who_launches_it(start: Callable[..., Compilers], tmp_path: Path) -> None:
     compilers = start(tell=["kernel"], work="raise")
-    compilers.settle(key("kernel"))
+    compilers.wait_for_kernel(key("kernel"))
     compilers.wait()
     assert (tmp_path / "cache/stamp").exists()  # it would not the next time either
 
@@ -223,7 +223,7 @@ def test_workers_that_die_are_not_waited_for(num_workers: int, start: Callable[.
                                              tmp_path: Path) -> None:  # fmt: skip
     compilers = start(tell=["one", "other", "third"], work="die", num_workers=num_workers)
     for name in ("one", "other", "third", "fourth"):
-        compilers.settle(key(name))
+        compilers.wait_for_kernel(key(name))
     compilers.wait()
     assert not (tmp_path / "cache/stamp").exists()
 
@@ -234,39 +234,39 @@ def test_a_rehearsal_that_dies_or_says_something_else_leaves_the_rest_to_the_sta
 ) -> None:
     compilers = start(tell=["kernel"], end=end)
     for name in ("kernel", "another"):
-        compilers.settle(key(name))
+        compilers.wait_for_kernel(key(name))
     compilers.wait()
     assert not (tmp_path / "cache/stamp").exists()
 
 
 def test_a_module_that_can_not_be_run_changes_nothing(tmp_path: Path) -> None:
-    compilers = Compilers({}, 2, tmp_path / "stamp", rehearsal="tests.pure.no_such_module")
-    compilers.settle(key("kernel"))
+    compilers = Compilers({}, 2, tmp_path / "stamp", dry_run="tests.pure.no_such_module")
+    compilers.wait_for_kernel(key("kernel"))
     compilers.wait()
     assert not (tmp_path / "stamp").exists()
 
 
 def test_patience_with_a_rehearsal_is_spent_once(start: Callable[..., Compilers],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(ahead, "LIST_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(ahead, "LIST_WAIT_SECONDS", 0.05)
     compilers = start(end="hang")
-    compilers.settle(key("kernel"))
+    compilers.wait_for_kernel(key("kernel"))
     assert not compilers._listed
-    assert compilers._list_patience.left == 0
-    compilers.settle(key("another"))
+    assert compilers._list_wait.left == 0
+    compilers.wait_for_kernel(key("another"))
     end(compilers)
 
 
 def test_a_worker_that_never_answers_is_given_up(start: Callable[..., Compilers],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(ahead, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(ahead, "COMPILE_WAIT_SECONDS", 0.05)
     compilers = start(tell=["kernel", "another"], work="hang")
     with compilers._changed:
         running = [ahead.State.RUNNING] * 2
         assert compilers._changed.wait_for(lambda: [*compilers._states.values()] == running, timeout=60)
     for name in ("kernel", "another"):
-        compilers.settle(key(name))
-    assert compilers._patience.left == 0
+        compilers.wait_for_kernel(key(name))
+    assert compilers._compile_wait.left == 0
     assert {*compilers._states.values()} == {ahead.State.RUNNING}
     end(compilers)
 
@@ -277,7 +277,7 @@ import sys
 from pathlib import Path
 from quire.startup.compile_ahead import Compilers
 compilers = Compilers({{"folder": {str(tmp_path)!r}, "tell": ["kernel"], "work": "hang", "end": "hang"}}, 2,
-                      Path({str(tmp_path)!r}, "stamp"), rehearsal="tests.pure.ahead_stand_in")
+                      Path({str(tmp_path)!r}, "stamp"), dry_run="tests.pure.ahead_stand_in")
 with compilers._changed:
     compilers._changed.wait_for(lambda: compilers._states)
 print("begun", flush=True)

@@ -17,7 +17,7 @@ import pytest
 from quire.config import Config
 from quire.config_build import override_config
 from quire.startup import early_init as beginning
-from quire.startup.early_init import card_opened, collections_paused, hash_triton, launches_kernels
+from quire.startup.early_init import gc_paused, gpu_opened, hash_triton, may_launch_kernels
 
 
 class Driver:
@@ -54,11 +54,11 @@ def config(**settings: Any) -> Config:
 
 
 def test_the_card_is_held_inside_and_let_go_behind(driver: Driver) -> None:
-    with card_opened(config()):
+    with gpu_opened(config()):
         assert driver.held.wait(10)
         assert driver.asked == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
     assert driver.let_go.wait(10)
-    with pytest.raises(RuntimeError), card_opened(config()):
+    with pytest.raises(RuntimeError), gpu_opened(config()):
         driver.let_go.clear()
         raise RuntimeError("a bad config")
     assert driver.let_go.wait(10), "also when the start fails"
@@ -69,7 +69,7 @@ def test_a_driver_that_can_not_is_asked_no_more(fails: str, driver: Driver, monk
     monkeypatch.setattr(driver, "_fails", fails)
     end = threading.Event()
     end.set()
-    beginning._hold_card(end)
+    beginning._hold_gpu(end)
     assert driver.asked[-1] == fails
 
 
@@ -79,7 +79,7 @@ def test_a_driver_that_is_not_there_is_nobodys_trouble(monkeypatch: pytest.Monke
     threads: list[threading.Thread] = []
     plain = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (threads.append(self), plain(self))[1])
-    with card_opened(config()):
+    with gpu_opened(config()):
         for thread in threads:
             thread.join(10)
     assert len(threads) == 1 and not threads[0].is_alive()
@@ -87,25 +87,25 @@ def test_a_driver_that_is_not_there_is_nobodys_trouble(monkeypatch: pytest.Monke
 
 def test_who_wants_a_cpu_or_has_no_card_opens_none(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beginning, "_in_thread", lambda what: pytest.fail("it is"))
-    with card_opened(config(device="cpu")):
+    with gpu_opened(config(device="cpu")):
         pass
-    assert not launches_kernels(config(device="cpu")) and not launches_kernels(config(kernels="torch"))
-    assert launches_kernels(config())
+    assert not may_launch_kernels(config(device="cpu")) and not may_launch_kernels(config(kernels="torch"))
+    assert may_launch_kernels(config())
     monkeypatch.setattr(beginning, "may_have_gpu", lambda: False)
-    with card_opened(config()):
+    with gpu_opened(config()):
         pass
-    assert not launches_kernels(config())
+    assert not may_launch_kernels(config())
 
 
 def test_the_collector_rests_while_modules_are_imported() -> None:
     assert gc.isenabled()
-    with pytest.raises(ImportError), collections_paused():
+    with pytest.raises(ImportError), gc_paused():
         assert not gc.isenabled()
         raise ImportError("torch")
     assert gc.isenabled()
     gc.disable()
     try:
-        with collections_paused():
+        with gc_paused():
             pass
         assert not gc.isenabled(), "who had it off keeps it off"
     finally:

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from quire.files import web
-from quire.files.web import Refused, Unreachable, WebClient
+from quire.files.web import HubRefusal, Unreachable, WebClient
 from quire.types import QuireError
 
 COMMIT = "c0ffee" + "0" * 34
@@ -166,7 +166,7 @@ def test_a_redirect_never_leaves_tls(target: str) -> None:
 def test_endless_redirects_end() -> None:
     with serve(FakeHub()) as hub:
         hub.answers["/round"] = (302, {"Location": "/round"}, b"")
-        with pytest.raises((Refused, Unreachable)):
+        with pytest.raises((HubRefusal, Unreachable)):
             WebClient(hub.url, None).get_json("/round")
         assert len(hub.requests) < 20
 
@@ -225,6 +225,6 @@ def test_answers_that_are_not_json(monkeypatch: pytest.MonkeyPatch) -> None:
             client.get_json("/html")
         with pytest.raises(Unreachable, match="too long"):
             client.get_json("/long")
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(HubRefusal) as caught:
             client.get_json("/no")
         assert (caught.value.status, caught.value.reason_code) == (403, "GatedRepo")

@@ -21,7 +21,7 @@ from quire.layers import experts
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.models.loading import loader
-from quire.startup.assemble import build_engine
+from quire.startup.assemble import build_model_engine
 from quire.startup.cache_plan import memory_report
 from quire.types import SamplingParams
 from tests.cpu.families.decoded import decode_into
@@ -160,7 +160,7 @@ def check_memory(case: Case) -> None:
     config = override_config(Config(), {"model": str(case.folder), "cache_memory": 1 << 22, "max_rows": 4,
                                         "page_tokens": PAGE_TOKENS, "dtype": "float32"})  # fmt: skip
     said = memory_report(config)
-    engine, _ = build_engine(case.model, config, said.max_model_len, CPU)
+    engine, _ = build_model_engine(case.model, config, said.max_model_len, CPU)
     caches = sum(tensor.nbytes for tensor in engine.workers._inner._store.tensors.values())
     weights = sum({tensor.data_ptr(): tensor.nbytes for tensor in _weights(case.model)}.values())
     assert abs(said.cache - caches) <= 0.02 * caches

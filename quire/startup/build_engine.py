@@ -20,7 +20,6 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 
 def build_engine(config: Config) -> Built:
-    """Build the engine from a config; raises the QuireError of the part that fails."""
     """Returns the engine of this process with its ready message and grammar compile queue."""
     parts = open_engine(config)
     # Imported late: torch takes seconds, and `open_engine` raises its errors before that.

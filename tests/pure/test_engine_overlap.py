@@ -78,7 +78,7 @@ def test_pages_enter_the_tree_in_commit_only() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])
-def test_news_go_out_before_the_books_are_kept_and_those_within_the_turn(max_tokens: int) -> None:
+def test_deltas_go_out_before_the_deferred_commit_which_runs_within_the_turn(max_tokens: int) -> None:
     rig = late()
     rig.add(PROMPT, max_tokens=max_tokens)
     rig.turn()
@@ -87,7 +87,7 @@ def test_news_go_out_before_the_books_are_kept_and_those_within_the_turn(max_tok
     def deliver(deltas: list[Delta]) -> None:
         (delta,) = deltas
         seen.append((len(delta.token_ids), len(rig.cache.tree), len(rig.scheduler.running)))
-        assert (delta.usage is not None) == (max_tokens == 1), "an end says what it took, books or no books"
+        assert (delta.usage is not None) == (max_tokens == 1), "a final delta has its usage before the deferred commit"
         with pytest.raises(AssertionError, match="deferred part of a commit did not run"):
             rig.scheduler.check()
 
@@ -100,7 +100,7 @@ def test_news_go_out_before_the_books_are_kept_and_those_within_the_turn(max_tok
         assert rig.cache.available(0) == rig.num_pages - 1 and rig.scheduler.table.rows.num_free == rig.max_rows
 
 
-def test_books_are_kept_although_nobody_takes_the_news() -> None:
+def test_the_deferred_commit_runs_although_delivery_fails() -> None:
     rig = late()
     rig.add(PROMPT, max_tokens=4)
     rig.turn()
@@ -114,15 +114,17 @@ def test_books_are_kept_although_nobody_takes_the_news() -> None:
     assert len(rig.cache.tree) == len(PROMPT) // 4
 
 
-def test_books_that_can_not_be_kept_end_the_engine() -> None:
+def test_a_deferred_commit_that_fails_ends_the_engine() -> None:
     rig = late()
     rig.add(PROMPT, max_tokens=4)
     rig.turn()
     rig.cache.tree.ensure = None  # type: ignore[method-assign,assignment]
-    news: list[Delta] = []
+    deltas: list[Delta] = []
     with pytest.raises(EngineBroken, match="deferred part of a commit failed"):
-        rig.engine.turn(news.extend)
-    assert [delta.token_ids for delta in news] == [reference_output(PROMPT, 0, 1, frozenset())], "what is sent is true"
+        rig.engine.turn(deltas.extend)
+    assert [delta.token_ids for delta in deltas] == [reference_output(PROMPT, 0, 1, frozenset())], (
+        "what is sent is true"
+    )
 
 
 def test_swap_out_waits_for_the_steps_in_flight() -> None:

@@ -1,4 +1,4 @@
-"""The loop around an engine: messages in, news out, whatever happens to the engine or to a grammar."""
+"""The loop around an engine: messages in, deltas out, whatever happens to the engine or to a grammar."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Script:
 
 
 class Desk:
-    """A grammar desk that is ready when a test says so."""
+    """A queue of grammars that are ready when a test decides."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Request] = {}
@@ -201,7 +201,7 @@ def test_an_error_while_preparing_a_request_ends_that_request_alone() -> None:
     assert mailbox.ends() == {"good": ("length", None), "bad": ("error", "prepare_failed"), "other": ("length", None)}
 
 
-def test_books_are_checked_on_demand() -> None:
+def test_the_engine_is_checked_on_demand() -> None:
     engine = make_engine()
     mailbox = Script([request("a")], *([[]] * 5), [IntegrityCheck(7)])
     EngineDriver(engine, mailbox).run()

@@ -183,7 +183,7 @@ def test_a_kernel_that_fails_after_all_takes_the_note_with_it(folder: Path, card
 
 
 def one_request(runner: Runner) -> Iterator[None]:
-    """What a card's chores begin with; a CPU has none."""
+    """The first warm-up of a GPU; a CPU has none."""
     runner.warm_up(1, 32)
     yield
 
@@ -226,7 +226,7 @@ def test_memory_that_runs_out_in_a_step_leaves_the_note_alone(folder: Path, card
     assert len(card.notes()) == 1
 
 
-def test_chores_that_come_to_their_end_are_no_failure(folder: Path, card: SimpleNamespace) -> None:
+def test_warm_ups_that_come_to_their_end_are_no_failure(folder: Path, card: SimpleNamespace) -> None:
     with LLM(str(folder), **KNOBS) as llm:
         llm.prepare()
     assert len(card.notes()) == 1

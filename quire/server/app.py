@@ -1,6 +1,6 @@
-"""The HTTP application: routers of both dialects, the gate in front, and errors in the caller's shape.
+"""The HTTP application: the routers of both dialects, the gate in front of them, and error handlers for the dialects.
 
-`create_app` ties it to a `Server`; `run` starts that. Nothing here knows how text is generated.
+`create_app` builds it for a `Server`; `run` starts the server. Generation is not known here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def create_app(server: Server, version: str) -> ASGIApp:
 
 
 def _answer_head(router: APIRouter) -> None:
-    """HEAD wherever there is a GET that ends: uvicorn leaves the body out."""
+    """Answer HEAD on every finite GET route; uvicorn omits the body."""
     for route in list(router.routes):
         methods = route.methods or set() if isinstance(route, APIRoute) else set()
         if isinstance(route, APIRoute) and "GET" in methods and "HEAD" not in methods and route.path not in ENDLESS:
@@ -76,7 +76,7 @@ def _handle_errors(app: FastAPI, server: Server, routes: Sequence[BaseRoute]) ->
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        """Only the reply: Starlette raises it again, and the gate counts and logs it."""
+        """Send the reply only: Starlette raises the exception again, and the gate counts and logs it."""
         return show(request, ApiError(500, "internal_error", "The server made a mistake. It has been logged."))
 
     @app.exception_handler(ApiError)
@@ -95,7 +95,7 @@ def _handle_errors(app: FastAPI, server: Server, routes: Sequence[BaseRoute]) ->
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        cause = error.__cause__  # FastAPI takes whatever is said while it reads a body for a mistake in its JSON
+        cause = error.__cause__  # FastAPI wraps every exception raised while it reads a body as a JSON error
         if isinstance(cause, ApiError):
             return answer(request, cause)
         if isinstance(cause, QuireError):
@@ -104,7 +104,7 @@ def _handle_errors(app: FastAPI, server: Server, routes: Sequence[BaseRoute]) ->
         path = request.url.path[:200]
         message = str(error.detail)
         headers: dict[str, str] = {}
-        if error.status_code == 400:  # all FastAPI has to say of a body that can't be read
+        if error.status_code == 400:  # FastAPI's only detail for a body that can't be read
             code, message = "invalid_json", "The body is not valid JSON."
         elif error.status_code == 404:
             message = f"There is no route {path}. GET /openapi.json lists them all."
@@ -115,7 +115,7 @@ def _handle_errors(app: FastAPI, server: Server, routes: Sequence[BaseRoute]) ->
 
 
 def _methods_of(routes: Sequence[BaseRoute], scope: Any) -> list[str]:
-    """All methods of a path: it may be several routes, of which Starlette names only the first."""
+    """All methods of a path. Several routes may share it, and Starlette reports only the first."""
     methods: set[str] = set()
     for route in routes:
         if route.matches(scope)[0] is not Match.NONE:
@@ -124,7 +124,7 @@ def _methods_of(routes: Sequence[BaseRoute], scope: Any) -> list[str]:
 
 
 def _document(app: FastAPI) -> None:
-    """FastAPI documents 422 for every route with a body; ours answer 400."""
+    """Replace the 422 that FastAPI documents for every route with a body by 400, which the server answers."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:

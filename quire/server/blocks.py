@@ -1,6 +1,8 @@
-"""Channel events as blocks that open, grow and close, one at a time: the form Anthropic's and the Responses API stream.
+"""Groups channel events into content blocks that open, grow and close, as Anthropic's and the Responses API stream
+them.
 
-Text, reasoning and each tool call is a block; a block closes when another kind of event comes.
+Text, reasoning and each tool call is one block. A block closes at the first event of another kind, so one is open at a
+time.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ Kind = Literal["text", "reasoning", "call"]
 class ContentBlock:
     index: int
     kind: Kind
-    name: str = ""  # of a call
-    text: str = ""  # all of it so far; a call's arguments
-    is_whole: bool = True  # false: a call whose arguments break off
+    name: str = ""  # the function's name if the block is a call
+    text: str = ""  # the text so far; for a call, its arguments
+    is_whole: bool = True  # false: a call with incomplete arguments
 
 
 @dataclass(frozen=True, slots=True)

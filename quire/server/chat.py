@@ -1,6 +1,6 @@
-"""Prompts for the routes: conversations and texts become tokens, words in sampling parameters become token ids.
+"""Prompts for the routes: encodes conversations and texts, and resolves words in sampling parameters to token ids.
 
-The work is done by `textwork`; this is its face towards the dialects, and makes the parser that reads the answer.
+It is the dialects' interface to `textwork`, which does the work in worker processes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from quire.text.conversation import ChatTurn, Conversation, answer_format, choos
 from quire.text.template import template_source
 from quire.types import GrammarSpec, SamplingParams
 
-INLINE_CHARS = 256  # a shorter text is encoded on the event loop, within a fraction of a millisecond
-COUNTED_TOKENS = 1 << 20  # routes that only count or show tokens take texts of so many, whatever the context
+INLINE_CHARS = 256  # texts up to this length are encoded on the event loop, in less than a millisecond
+COUNTED_TOKENS = 1 << 20  # token limit of routes that only count or show tokens, which the context does not bound
 
 
 class ChatPrompts:
@@ -44,7 +44,7 @@ class ChatPrompts:
         return self._tool_format
 
     async def make(self, conversation: Conversation, *, shown: bool = False) -> ChatTurn:
-        """Check, render and encode. `shown`: for a route that shows or counts the prompt, and generates nothing."""
+        """Check, render and encode a conversation. `shown`: for routes that only show or count the prompt."""
         limit = max(COUNTED_TOKENS, self._max_prompt) if shown else self._max_prompt
         made = await self._work.run(RenderChat(conversation, limit, with_text=shown))
         return ChatTurn(
@@ -61,9 +61,9 @@ class ChatPrompts:
         return self._edge.max_len - 1  # one token of output must fit
 
     async def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """A prompt's token ids, within the context."""
+        """A prompt's token ids. Raises for a prompt that exceeds the context."""
         if not isinstance(prompt, str):
-            await asyncio.sleep(0)  # others' turn: there may be many of these, each of some milliseconds
+            await asyncio.sleep(0)  # yield: a request may hold many such prompts, each takes milliseconds
             return self._edge.encode(prompt)
         if len(prompt) <= INLINE_CHARS:
             return self._edge.encode(prompt)
@@ -77,7 +77,7 @@ class ChatPrompts:
         return text
 
     async def resolve(self, params: SamplingParams) -> SamplingParams:
-        """The parameters in force: the model's defaults filled in, words given as token ids."""
+        """The effective parameters, with the model's defaults filled in and words as token ids."""
         params = params.resolve(self._edge.defaults)
         breakers = params.dry_breakers if params.dry_multiplier > 0 else ()
         if not params.bad_words and not breakers:
@@ -92,7 +92,7 @@ class ChatPrompts:
         )
 
     async def check_output(self, output: GrammarSpec | None, param: str = "response_format") -> GrammarSpec | None:
-        """The same, with warnings of what is not enforced."""
+        """`output` with warnings about parts of the schema that are not enforced."""
         self._limits.check_output(output, param)
         if output is None or output.kind != "json_schema":
             return output

@@ -1,4 +1,4 @@
-"""The whole of a sample, put together from its pieces: what a reply without streaming shows, and what is stored."""
+"""Collects the pieces of each sample into a whole, for replies without streaming and for stored responses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def new_id(prefix: str) -> str:
 
 
 class ReasoningTokens:
-    """How many tokens were reasoning. One that shows no text yet belongs to the channel of the text that comes next."""
+    """Counts reasoning tokens. A token without text yet belongs to the channel of the next text."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._held: dict[int, int] = {}  # by sample
+        self._held: dict[int, int] = {}  # tokens without text yet, by sample
         self._inside: dict[int, bool] = {}
 
     def add(self, piece: Piece) -> None:
@@ -54,7 +54,7 @@ class WholeSample:
 
 
 class SampleCollector:
-    """All samples of a request."""
+    """Collects all samples of a request."""
 
     def __init__(self, num_samples: int):
         self.samples = [WholeSample() for _ in range(num_samples)]

@@ -1,7 +1,7 @@
-"""The one way from a validated job to pieces of text: admission, submission, and the pieces as they come.
+"""Runs generation jobs: admission, submission to the engine, and the stream of pieces of text.
 
-Every route that generates goes through `Generation.open` and reads the `GenerationRun` it gets, streaming or not;
-only how the pieces are written differs between dialects. Leaving a run early cancels it in the engine.
+Every route that generates calls `Generation.open` and reads the `GenerationRun` it returns, streaming or not; dialects
+differ only in how they write the pieces. Closing a run early cancels it in the engine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, QuireError, Request, SamplingParams, Usage
 
 MAX_RETRY_SECONDS = 600
-MAX_LOGPROBS_SHOWN = 1 << 17  # in one reply, alternatives among them
+MAX_LOGPROBS_SHOWN = 1 << 17  # per reply, alternatives included
 
 GRAMMAR_CODES = frozenset({"invalid_schema", "grammar_too_complex", "no_allowed_token", "no_grammar"})
 
 
 @dataclass(slots=True)
 class GenerationJob:
-    """What a dialect wants generated: prompts in tokens, how to sample, how to read the text that comes."""
+    """One generation request of a dialect: prompts as token ids, sampling parameters, and the parser of the output."""
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -40,19 +40,19 @@ class GenerationJob:
     salt: bytes = b""
     route: str = ""
     request_id: str = ""  # for logs
-    grammar_param: str | None = None  # the field at fault if the grammar is
-    num_shown: int = 1  # times a reply shows the log-probabilities of each prompt
-    on_usage: Callable[[int], None] | None = None  # told the tokens a sample took, for the key's budget
+    grammar_param: str | None = None  # the client's field to name in errors about the grammar
+    num_shown: int = 1  # how often the reply repeats each prompt's log-probabilities
+    on_usage: Callable[[int], None] | None = None  # called with a sample's tokens, for the key's rate limit
 
 
 @dataclass(slots=True)
 class Totals:
-    """What a request took, over all its samples: a prompt counts once however many samples it has."""
+    """Usage of a request over all samples. A prompt counts once, independent of its samples."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    queue_seconds: float | None = None  # of its first sample, since it arrived
+    queue_seconds: float | None = None  # queue time of the first sample to end
     first_token_seconds: float | None = None
 
 
@@ -65,20 +65,20 @@ class Generation:
         self._metrics = metrics
         limits = client.ready.limits
         self._max_open = int(limits["max_rows"]) + int(limits["max_waiting"])
-        self._max_samples = min(config.max_samples, self._max_open)  # more would be told to come back, for ever
+        self._max_samples = min(config.max_samples, self._max_open)  # more samples could never be admitted
         self._max_waiting_tokens = int(limits["max_waiting_tokens"])
 
     async def open(self, job: GenerationJob) -> GenerationRun:
-        """Submit a job. Raises at once if it is not valid or there is no room for it."""
+        """Submit a job. Raises before submission if it is invalid or there is no room for it."""
         self.check_samples(len(job.prompts), job.params.n)
         self._check_reply(job)
         job.params = await self._prompts.resolve(job.params)  # once, for all prompts and samples
         timeout = min(job.timeout or self._config.request_timeout, self._config.request_timeout)
-        # The engine's own logs and traces are found by the id the client knows; the rest makes it unique.
+        # The client's id makes the engine's logs and traces searchable; the suffix makes the name unique.
         name = f"{job.request_id or 'gen'}-{secrets.token_hex(4)}"
         groups: list[list[Request]] = []
         for place, tokens in enumerate(job.prompts):
-            await asyncio.sleep(0)  # each prompt's tokens are copied for each sample
+            await asyncio.sleep(0)  # yield: copying each prompt's tokens for each sample takes time
             self.edge.check_prompt(tokens)
             requests = self.edge.requests(
                 tokens, job.params, request_id=f"{name}.{place}", priority=job.priority, timeout=timeout, salt=job.salt
@@ -97,14 +97,14 @@ class Generation:
         return self.edge.tokenizer
 
     def check_samples(self, num_prompts: int, n: int) -> None:
-        """Before the prompts are tokenized: that would cost time for a request that is refused anyway."""
+        """Refuse too many samples. Called before the prompts are tokenized, so that a refusal costs no time."""
         if n * num_prompts > self._max_samples:
             prompts = f"{num_prompts} prompts times " if num_prompts > 1 else ""
             what = f"{prompts}n={n} is more than the {self._max_samples} samples a request may have."
             raise QuireError("invalid_parameter", what, "Ask for fewer.", "n" if n > 1 else "prompt")
 
     def _check_reply(self, job: GenerationJob) -> None:
-        """A few kilobytes of prompt can ask for gigabytes of log-probabilities."""
+        """Refuse a reply with too many log-probabilities: a few kilobytes of prompt can request gigabytes of them."""
         params, count = job.params, 0
         if params.prompt_logprobs is not None:
             count += sum(map(len, job.prompts)) * (1 + params.prompt_logprobs) * job.num_shown
@@ -118,7 +118,7 @@ class Generation:
             raise QuireError("reply_too_large", what, hint, name)
 
     def _admit(self, groups: list[list[Request]]) -> None:
-        """The same bounds the engine's queue has, kept here too: a refusal then costs no round trip."""
+        """Apply the bounds of the engine's queue here, so that a refusal costs no round trip."""
         client = self.client
         count = sum(map(len, groups))
         tokens = sum(requests[0].prompt_len * len(requests) for requests in groups)
@@ -131,13 +131,13 @@ class Generation:
             raise QuireError("queue_full", what, "Try again a little later.")
 
     def retry_after(self) -> int:
-        """Seconds after which there is probably room: until what waits has ended, at the pace measured lately."""
+        """Estimated seconds until the waiting requests have ended, at the recently measured throughput."""
         waiting = max(1, self.client.beat.waiting)
         return max(1, min(MAX_RETRY_SECONDS, math.ceil(self.client.throughput.seconds_for(waiting))))
 
 
 def _push(sample: Sample, delta: Delta) -> tuple[Piece | None, bool]:
-    """Whatever goes wrong while text is made of one sample's tokens is that request's failure and nobody else's."""
+    """Push a delta into its sample. Any exception while decoding becomes an error of this request only."""
     try:
         return sample.push(delta)
     except QuireError:
@@ -149,7 +149,7 @@ def _push(sample: Sample, delta: Delta) -> tuple[Piece | None, bool]:
 
 @dataclass(slots=True)
 class GenerationRun:
-    """A job under way."""
+    """A submitted job and its stream of pieces."""
 
     _ticket: DeltaStream
     _samples: dict[str, Sample]
@@ -163,7 +163,7 @@ class GenerationRun:
 
     @property
     def params(self) -> SamplingParams:
-        """As they are in force: what the client left out is the model's own."""
+        """The effective parameters, with the model's defaults filled in."""
         return next(iter(self._samples.values())).request.params
 
     @property
@@ -175,8 +175,8 @@ class GenerationRun:
         return not self._ahead and all(sample.ended for sample in self._samples.values())
 
     async def next(self, patience: float | None = None) -> list[Piece]:
-        """The next pieces; none after `patience` seconds without news. Raises QuireError if the job failed, and the
-        client's `DeltaStreamClosed` once the run is closed."""
+        """The next pieces, or none after `patience` seconds without a delta. Raises QuireError if the job failed, and
+        `DeltaStreamClosed` once the run is closed."""
         if self._ahead:
             ahead, self._ahead = self._ahead, []
             return ahead
@@ -200,11 +200,12 @@ class GenerationRun:
         return pieces
 
     async def peek(self, patience: float) -> None:
-        """Wait a little for the first news, so that an early failure still gets its own status."""
+        """Wait up to `patience` seconds for the first pieces, so that an early failure still gets its own HTTP
+        status."""
         self._ahead = await self.next(patience)
 
     def close(self) -> None:
-        """Cancel whatever still runs. May be called twice. What it took until now counts, for the log and the key."""
+        """Cancel the samples that still run and count their usage so far. May be called twice."""
         self._ticket.close()
         if self._closed:
             return

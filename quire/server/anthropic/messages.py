@@ -1,4 +1,4 @@
-"""Anthropic's replies: a message of content blocks, whole or as events in Anthropic's order."""
+"""Replies of Anthropic's API: a message of content blocks, whole or as events in the order that the API prescribes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stop_reason(end: End, has_calls: bool) -> str:
 
 
 class MessageState:
-    """One reply under way: its blocks, and how it ended."""
+    """The state of one reply: its content blocks and its end."""
 
     def __init__(self, run: GenerationRun, model: str):
         self.run = run
@@ -125,8 +125,8 @@ def block_body(block: ContentBlock) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """Anthropic's API gives arguments as an object. Of one that broke off it has the members there are, as the SDKs
-    read a stream that breaks off; what is no JSON at all stands under the name that Anthropic's documents give it."""
+    """A call's arguments as an object. Incomplete JSON gives the members so far, as the SDKs parse an interrupted
+    stream; text that is no JSON goes under the key from Anthropic's documentation."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
     except ValueError:

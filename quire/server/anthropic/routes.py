@@ -1,4 +1,4 @@
-"""Anthropic's routes: messages, whole or streamed, and how many tokens a message would be."""
+"""Anthropic's routes: create a message, whole or streamed, and count a message's tokens."""
 
 from __future__ import annotations
 

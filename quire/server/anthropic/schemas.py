@@ -1,4 +1,4 @@
-"""The bodies Anthropic's clients send. Fields we know and do not need are accepted."""
+"""Request bodies of Anthropic's API. Known fields without a function here are accepted and ignored."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class OutputConfig(Body):
 
 
 class CountBody(Sampling):
-    """What a prompt is made of."""
+    """The fields that determine the prompt."""
 
     model: Name | None = None
     messages: Annotated[Items[InputMessage], Field(min_length=1)]
@@ -124,7 +124,7 @@ class CountBody(Sampling):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    # Accepted, without effect here:
+    # Accepted and ignored:
     cache_control: JsonObject | None = None
     context_management: JsonObject | None = None
     mcp_servers: Annotated[Items[JsonObject], Field(max_length=0)] | None = None
@@ -138,7 +138,7 @@ class MessagesBody(CountBody):
     max_tokens: int
     stop_sequences: Annotated[Items[str], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = False
-    # Accepted, without effect here:
+    # Accepted and ignored:
     metadata: JsonObject | None = None
     service_tier: str | None = None
     container: str | None = None

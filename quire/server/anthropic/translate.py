@@ -1,8 +1,7 @@
-"""Anthropic's bodies in our own words: messages and tools in the form templates know, sampling parameters.
+"""Translates Anthropic's bodies: messages and tools to the form of chat templates, and sampling parameters.
 
-Agent clients put header lines at the top of the system prompt that change on every call and would make every prompt
-look new to the prefix cache. The lines that begin with one of `VOLATILE_HEADERS` are dropped from there; nothing else
-of a prompt is touched.
+Agent clients put header lines at the top of the system prompt that change on every call, which would defeat the prefix
+cache. Lines there that begin with one of `VOLATILE_HEADERS` are dropped; the rest of a prompt is unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from quire.server.schemas import sampling_params, schema_text
 from quire.text.conversation import Conversation
 from quire.types import GrammarSpec, SamplingParams
 
-# Claude Code: its version, and a hash of the conversation so far.
+# Sent by Claude Code: its version and a hash of the conversation.
 VOLATILE_HEADERS = ("x-anthropic-billing-header:",)
 
 
@@ -59,7 +58,7 @@ def conversation_of(body: CountBody) -> Conversation:
         tool_choice=named or (kinds[choice.type] if choice is not None else "auto"),
         parallel_tools=not (choice is not None and choice.disable_parallel_tool_use),
         template_kwargs=_template_kwargs(body),
-        continue_final=body.messages[-1].role == "assistant",  # the answer begins with the client's own words
+        continue_final=body.messages[-1].role == "assistant",  # the client prefills the answer
         output=_output_of(body),
         output_param="output_format" if body.output_format is not None else "output_config.format",
         thinking_budget=body.thinking.budget_tokens if body.thinking is not None else None,
@@ -67,7 +66,7 @@ def conversation_of(body: CountBody) -> Conversation:
 
 
 def without_volatile_headers(text: str) -> str:
-    """The text without such lines at its top."""
+    """The text without volatile header lines at its top."""
     while text.lstrip("\n").startswith(VOLATILE_HEADERS):
         _, _, text = text.lstrip("\n").partition("\n")
     return text
@@ -111,7 +110,7 @@ def _tool_of(tool: AnthropicTool, index: int) -> dict[str, Any]:
 
 
 def _messages_of(message: InputMessage, index: int) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own for a template, and stand before what the user says with them."""
+    """Messages for the template: each tool result is a message, before the user's text of the same message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[dict[str, Any]] = []

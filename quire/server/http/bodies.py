@@ -1,8 +1,8 @@
-"""Request bodies on their way in: read within bounds, decoded strictly, large ones checked by a worker process first.
+"""Reads request bodies: within bounds, decoded strictly, and large ones validated by a worker process first.
 
-`body_route` makes the route class of every router that takes a body. A body beyond `INLINE_BODY` bytes is decoded and
-validated in a text worker, which hands back a form that is quick to read: token ids packed. Its fields are made of that
-in a thread, so that no body holds up the event loop or costs this process more than a small multiple of its size.
+`body_route` makes the route class of every router that takes a body. A body larger than `INLINE_BODY` bytes is decoded
+and validated in a text worker, which returns it with packed token ids. A thread builds its fields from that form, so
+that no body blocks the event loop or costs this process more than a small multiple of its size.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from starlette.types import Receive, Scope, Send
 from quire.server.http.errors import ApiError, from_validation
 
 INLINE_BODY = 64 << 10
-MAX_DEPTH = 200  # of objects and lists within each other
-MAX_HELD = 256 << 20  # bytes of all bodies held at a time
+MAX_DEPTH = 200  # nesting of objects and lists
+MAX_HELD = 256 << 20  # bytes of all bodies held at the same time
 
 _PROMPTS = frozenset({"prompt", "input", "tokens"})  # fields that hold many token ids
 _IDS = 1  # the code of packed token ids in msgpack
@@ -36,7 +36,7 @@ CheckLarge = Callable[[str, bytes], Awaitable[bytes]]
 
 
 class HeldBodies:
-    """Bytes of the bodies that this process holds, over all connections."""
+    """Counts the bytes of bodies that this process holds, over all connections."""
 
     def __init__(self, limit: int = MAX_HELD):
         self._limit = limit
@@ -53,8 +53,8 @@ class HeldBodies:
 
 
 def decode_json(body: bytes) -> Any:
-    """Strict JSON: no NaN or infinities, no half surrogate pairs, no numbers beyond a float, no depth that could not be
-    written again."""
+    """Decode strict JSON: no NaN or infinities, no half surrogate pairs, no numbers beyond a float, and nesting that
+    can be encoded again."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -80,7 +80,7 @@ def _check_depth(value: Any) -> None:
 
 
 def validate_body(path: str, value: Any) -> None:
-    """Raise the error of a decoded body that does not fit its route's model; other paths take none."""
+    """Raise the validation error of a decoded body against its route's model. Paths without a model pass."""
     model = body_models().get(path)
     if model is None:
         return
@@ -92,7 +92,7 @@ def validate_body(path: str, value: Any) -> None:
 
 
 def body_models() -> dict[str, type[BaseModel]]:
-    """The model of the body of every route that takes one."""
+    """The body model of every route that takes a body."""
     from quire.server.anthropic.schemas import CountBody, MessagesBody
     from quire.server.openai.embeddings import EmbeddingsBody
     from quire.server.openai.response_schemas import ResponsesBody
@@ -125,7 +125,7 @@ def body_route(held: HeldBodies, check_large: CheckLarge) -> type[APIRoute]:
         async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 await super().handle(scope, receive, send)
-            finally:  # the reply has been sent, to its last event
+            finally:  # runs after the last event of the reply
                 held.give_back(scope.get("state", {}).pop("held_bytes", 0))
 
     return BodyRoute
@@ -148,7 +148,7 @@ class _BoundedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """The body's value; of a large one its fields, validated already."""
+        """The body's value. A large body's fields are already validated."""
         body, path = await self.body(), self.url.path
         if len(body) <= INLINE_BODY:
             return decode_json(body)
@@ -158,7 +158,7 @@ class _BoundedRequest(Request):
 
 
 def pack_body(value: Any) -> bytes:
-    """A validated body with its prompts of token ids as arrays, for `_read_packed`."""
+    """A validated body as msgpack with its prompts of token ids as arrays, for `_read_packed`."""
     if isinstance(value, dict):
         value = {name: _packed_ids(inner) if name in _PROMPTS else inner for name, inner in value.items()}
     return msgspec.msgpack.encode(value)

@@ -1,19 +1,19 @@
-"""How slowly a body may arrive: the gate waits for each piece no longer than this allows."""
+"""The minimum pace of a request body. The gate waits for each piece no longer than it allows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-IDLE_SECONDS = 60.0  # without a byte
-GRACE_SECONDS = 20.0  # before the rate counts
+IDLE_SECONDS = 60.0  # longest pause between two bytes
+GRACE_SECONDS = 20.0  # time before the rate applies
 
 
 @dataclass(frozen=True, slots=True)
 class BodyPace:
-    seconds: float  # for the whole body
-    rate: int  # bytes a second on average, once GRACE_SECONDS are over; 0: any
+    seconds: float  # limit for the whole body
+    rate: int  # minimum average bytes per second after GRACE_SECONDS; 0: no minimum
 
     def deadline(self, started: float, now: float, num_bytes: int) -> float:
-        """When the next piece must be there, if `num_bytes` have arrived since `started`."""
+        """The time by which the next piece must arrive, after `num_bytes` since `started`."""
         latest = min(now + IDLE_SECONDS, started + self.seconds)
         return min(latest, started + GRACE_SECONDS + num_bytes / self.rate) if self.rate else latest

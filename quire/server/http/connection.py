@@ -1,9 +1,9 @@
-"""One client's connection: uvicorn's, with a bound on everything it may hold, whatever state its parser is in.
+"""uvicorn's connection of one client, with bounds on everything it may hold in every state of the parser.
 
-`run` hands this class to uvicorn. A head has a time, a size and a number of fields; bytes that are neither head nor
-body (chunk sizes, their extensions, trailers) have bounds of their own; requests sent ahead of their turn are few.
-Replies made here, below the application, have the caller's error format and an id. How slow a body may be is the
-gate's business, replies that nobody reads are `replies`'.
+`run` passes this class to uvicorn. A head is bounded in time, size and number of fields; bytes that are neither head
+nor body (chunk sizes, extensions, trailers) have their own bounds; pipelined requests are few. Replies made here, below
+the application, have the caller's error format and a request id. The gate bounds the pace of bodies, `replies` bounds
+clients that do not read.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from quire.server.http.open_connections import OpenConnections
 from quire.server.http.request_ids import request_id
 
 HEAD_SECONDS = 30.0
-LINGER_SECONDS = 2.0  # in which a client may read the reply to a request that was not read to its end
-PIECE = 16 << 10  # bytes parsed between two checks of the bounds; each bound may be passed by this much
+LINGER_SECONDS = 2.0  # time to read the reply to a request that was not read to its end
+PIECE = 16 << 10  # bytes parsed between two checks of the bounds; a bound may be exceeded by this much
 MAX_HEAD = 64 << 10
-MAX_FIELDS = 128  # of a head, and of trailers
-MAX_FRAMING = 32 << 10  # bytes around a body: between two of its bytes, and in all beyond the body's own size
-MAX_AHEAD = 8  # requests sent before their turn
-MAX_LINGER = 32 << 20  # bytes read and thrown away while a client reads the reply
+MAX_FIELDS = 128  # per head, and per trailer section
+MAX_FRAMING = 32 << 10  # framing bytes: between two bytes of a body, and in total beyond the body's size
+MAX_AHEAD = 8  # pipelined requests
+MAX_LINGER = 32 << 20  # bytes discarded while the client reads the reply
 
 _MALFORMED = ApiError(400, "malformed_request", "This is not valid HTTP. Check what stands between client and server.")
 _HEAD_TOO_LARGE = ApiError(
@@ -51,7 +51,7 @@ _NO_ROOM = ApiError(503, "overloaded", "The server has too many open connections
 
 @dataclass(slots=True)
 class _Exchange:
-    """A request that has not been answered to the end."""
+    """A request whose reply is not complete."""
 
     cycle: RequestResponseCycle
     head_bytes: int
@@ -64,7 +64,7 @@ class _Refused(Exception):
 
 
 class _StopReading(Exception):
-    """What follows on this connection is not read; requests read before are answered."""
+    """Ends reading on this connection; requests read before are still answered."""
 
 
 class ServerConnection(HttpToolsProtocol):
@@ -74,20 +74,20 @@ class ServerConnection(HttpToolsProtocol):
         self._application, self.app = self.app, self._serve
         self._socket: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._exchanges: deque[_Exchange] = deque()  # in the order of their requests; the first one is under way
-        self._in_head = self._in_body = False  # where the parser stands; neither: between requests
-        self._num_framing = 0  # bytes of the head, around the body or between requests: whatever is no body
-        self._since_body = 0  # of them, after the last byte of the body
-        self._num_body = self._num_fields = 0  # of the request being parsed
-        self._held = 0  # bytes, as counted in `others`
-        self._keep_alive_after = False  # the request being parsed may be followed by another
-        self._stopping = False  # the server ends
-        self._ignores_input = False  # no more requests are read; _num_ignored bytes have been thrown away
+        self._exchanges: deque[_Exchange] = deque()  # in request order; the application handles the first
+        self._in_head = self._in_body = False  # parser state; neither: between requests
+        self._num_framing = 0  # bytes that belong to no body: head, chunk framing, between requests
+        self._since_body = 0  # framing bytes after the last byte of the body
+        self._num_body = self._num_fields = 0  # counts of the request being parsed
+        self._held = 0  # bytes counted in `others` for this connection
+        self._keep_alive_after = False  # keep-alive of the request being parsed
+        self._stopping = False  # the server is shutting down
+        self._ignores_input = False  # no more requests are read; input is discarded
         self._num_ignored = 0
         self._closing = False
-        self._final_reply = b""  # the refusal that follows the replies under way
+        self._final_reply = b""  # the refusal to send after the open replies
 
-    # -- uvicorn's and the loop's calls
+    # -- called by uvicorn and the event loop
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
@@ -130,7 +130,7 @@ class ServerConnection(HttpToolsProtocol):
         self._stopping = True
         super().shutdown()
 
-    # -- the parser's calls
+    # -- called by the parser
 
     def on_message_begin(self) -> None:
         if len(self._exchanges) > MAX_AHEAD:
@@ -162,7 +162,7 @@ class ServerConnection(HttpToolsProtocol):
         self._exchanges.append(_Exchange(self.cycle, head_bytes))
         self._keep_alive_after, self.cycle.keep_alive = self.cycle.keep_alive, False
         self._num_framing = self._since_body = self._num_fields = 0
-        if self.pipeline:  # uvicorn pauses here; but who does not read does not notice that the client has left
+        if self.pipeline:  # uvicorn pauses reading here, but a paused socket does not notice a disconnect
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -172,7 +172,7 @@ class ServerConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Only now may the connection outlive the reply: what is left of a body would be taken for a request."""
+        """Allow keep-alive from here on. Earlier, the rest of the body would be parsed as a request."""
         if not self.cycle.response_started and not self._stopping:
             self.cycle.keep_alive = self._keep_alive_after
         self._in_body = False
@@ -182,7 +182,7 @@ class ServerConnection(HttpToolsProtocol):
     # -- requests
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application. If it ends without a reply, which is a bug, the reply is one of ours, not uvicorn's."""
+        """Run the application. If it ends without a reply, which is a bug, send an error in the caller's format."""
         started = False
 
         async def send_on(message: Message) -> None:
@@ -219,14 +219,14 @@ class ServerConnection(HttpToolsProtocol):
             self.close_lingering()
         else:
             self._others.begin_wait(self)
-            if self._in_head:  # its time begins when the replies before it are out
+            if self._in_head:  # its time limit starts once the earlier replies are sent
                 self._start_timer(HEAD_SECONDS)
 
     def _feed(self, piece: memoryview) -> None:
         """Parse `piece` and check every bound."""
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:  # there is nothing to change to: the reply is HTTP/1.1, and the last one
+        except httptools.HttpParserUpgrade:  # no upgrade is supported: answer in HTTP/1.1 and close
             raise _StopReading from None
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, (_Refused, _StopReading)):
@@ -242,17 +242,17 @@ class ServerConnection(HttpToolsProtocol):
             raise _Refused(_FULL)
 
     def ahead_bytes(self) -> int:
-        """Bytes of requests that wait for their turn."""
+        """Bytes of pipelined requests that wait."""
         return sum(one.head_bytes + len(one.cycle.body) for one in islice(self._exchanges, 1, None))
 
     def _settle(self) -> bool:
-        """Count what this connection holds now; False: all connections together hold too much."""
+        """Update the count of held bytes. Returns False if all connections together hold too many."""
         held = sum(one.head_bytes + len(one.cycle.body) for one in self._exchanges)
         held += self._num_framing if self._in_head else 0
         change, self._held = held - self._held, held
         return self._others.hold(change)
 
-    # -- ends
+    # -- ending the connection
 
     def _start_timer(self, seconds: float) -> None:
         self._end_timer()
@@ -268,18 +268,18 @@ class ServerConnection(HttpToolsProtocol):
             self._socket.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer below the application, once the replies under way are out, and end the connection."""
+        """Send an error after the open replies, without the application, and end the connection."""
         self._ignores_input = True
         self._end_timer()
         reply = self._reply_to(error)
         if self._in_body and self._exchanges:
             broken = self._exchanges[-1].cycle
             if broken.response_started:
-                return  # its reply goes on to its end and closes the connection
+                return  # its reply is completed and closes the connection
             self._exchanges.pop()
             broken.disconnected = True
             broken.message_event.set()
-            if self._exchanges:  # it had not had its turn
+            if self._exchanges:  # the request was still waiting in the pipeline
                 self.pipeline.popleft()
         self._settle()
         if self._exchanges:
@@ -299,7 +299,7 @@ class ServerConnection(HttpToolsProtocol):
     def _parts_of(
         self, error: ApiError, headers: Mapping[bytes, bytes], path: str
     ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """Headers and body of a reply to a request of these headers and path, as far as they are known."""
+        """Headers and body of an error reply to a request with these headers and path, as far as they are parsed."""
         name = request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         self._others.report(name, error)
         dialect = dialect_of(path)
@@ -323,8 +323,8 @@ class ServerConnection(HttpToolsProtocol):
             self.close_lingering()
 
     def close_lingering(self) -> None:
-        """Close. Where the client may still be sending, first say that nothing more is sent and throw away what comes:
-        an unread byte would make the system reset the connection, and the reply would be lost."""
+        """Close the connection. If the client may still be sending, send EOF first and discard its input: an unread
+        byte would make the kernel reset the connection, and the reply would be lost."""
         assert self._socket is not None
         if self._closing or self._socket.is_closing():
             return
@@ -335,7 +335,7 @@ class ServerConnection(HttpToolsProtocol):
             return
         self._ignores_input = True
         self._others.begin_wait(self)
-        self.pipeline.clear()  # nothing that waited for its turn is answered
+        self.pipeline.clear()  # waiting requests are not answered
         self._socket.write_eof()
         self.flow.resume_reading()
         self._end_timer()
@@ -355,7 +355,7 @@ class ServerConnection(HttpToolsProtocol):
 
 
 class _Flow(FlowControl):
-    """Nothing more is read while much waits for its turn, even if the application asks for the rest of a body."""
+    """Flow control that stays paused while pipelined requests hold many bytes, even if the application resumes it."""
 
     def __init__(self, transport: asyncio.Transport, connection: ServerConnection):
         super().__init__(transport)
@@ -367,7 +367,7 @@ class _Flow(FlowControl):
 
 
 class _LingeringTransport:
-    """The transport as uvicorn sees it: how it is closed is the connection's decision."""
+    """The transport that uvicorn sees. Its `close` goes through `ServerConnection.close_lingering`."""
 
     def __init__(self, transport: asyncio.Transport, connection: ServerConnection):
         self._connection = connection

@@ -1,4 +1,4 @@
-"""JSON and server-sent events as bytes, quickly and without ever failing on odd text. All replies go through here."""
+"""Encodes JSON and server-sent events for all replies. Encoding never fails on invalid Unicode."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _encoder = msgspec.json.Encoder()
 def to_json(value: Any) -> bytes:
     try:
         return _encoder.encode(value)
-    except (UnicodeEncodeError, msgspec.MsgspecError):  # half a surrogate pair that a client sent: written as an escape
+    except (UnicodeEncodeError, msgspec.MsgspecError):  # half a surrogate pair from a client: write an escape
         return json.dumps(value, allow_nan=False).encode("ascii")
 
 
 async def list_json(items: Sequence[T], shown: Callable[[Sequence[T]], list[Any]], at_a_time: int) -> msgspec.Raw:
-    """A long list as JSON, made of a few items at a time so that the event loop serves others in between. `shown` turns
-    items into what is written of them."""
+    """A long list as JSON, encoded in slices between which the event loop runs. `shown` maps items to JSON values."""
     parts = []
     for begin in range(0, len(items), at_a_time):
         parts.append(to_json(shown(items[begin : begin + at_a_time]))[1:-1])
@@ -31,7 +30,7 @@ async def list_json(items: Sequence[T], shown: Callable[[Sequence[T]], list[Any]
 
 
 def data_event(value: Any) -> bytes:
-    """An event without a name, as OpenAI's chat and completion streams have them."""
+    """An event without a name, the form of OpenAI's chat and completion streams."""
     return b"data: " + to_json(value) + b"\n\n"
 
 

@@ -1,7 +1,7 @@
-"""What goes wrong, in the shape the caller's API gives to errors. Every error reply of the server is made here.
+"""Errors in the format of the caller's API. Every error reply of the server is made here.
 
-An `ApiError` says status, code, message and the parameter at fault; a dialect turns it into a body. Errors of the
-other rooms (`QuireError`) are mapped by their code.
+An `ApiError` has a status, code, message and the parameter at fault; a dialect formats its body. `QuireError`s of other
+packages are mapped by their code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STATUS_BY_CODE = {
     "grammar_failed": 500,
     "kernel_failed": 500,
 }
-# What these say of our insides is for the log, not for a client.
+# Messages of these codes describe internals and go to the log only.
 INTERNAL_CODES = frozenset(
     {
         "step_failed",
@@ -60,7 +60,7 @@ INTERNAL_CODES = frozenset(
     }
 )
 INTERNAL_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
-# What clients of a route call what has another name with us. `param` is in the client's words.
+# A route's names for parameters that have another name here. `param` in replies is the client's name.
 CLIENT_NAMES = {
     "/v1/chat/completions": {"prompt": "messages", "logprobs": "top_logprobs"},
     "/v1/responses": {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
@@ -69,7 +69,7 @@ CLIENT_NAMES = {
     "/v1/embeddings": {"prompt": "input"},
     "/render": {"prompt": "messages"},
 }
-COUNTING_ROUTES = frozenset({"/tokenize", "/render"})  # generate nothing: the model's context is not their limit
+COUNTING_ROUTES = frozenset({"/tokenize", "/render"})  # generate nothing, so the context does not bound them
 CONTEXT_CODE = "context_length_exceeded"
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {
@@ -101,7 +101,7 @@ def bad_request(code: str, message: str, param: str | None = None) -> ApiError:
 
 
 def from_quire_error(error: QuireError, retry_after: int = 1, route: str = "") -> ApiError:
-    """Whatever is not known to be our failure is the caller's: a prompt, a parameter, a template that refuses."""
+    """The API error of a QuireError. Codes without a status are the caller's fault and give 400."""
     if isinstance(error, PromptTooLong):
         return _context_exceeded(error, route)
     status = STATUS_BY_CODE.get(error.code, 400)
@@ -114,7 +114,7 @@ def from_quire_error(error: QuireError, retry_after: int = 1, route: str = "") -
 
 @contextmanager
 def counting_output(max_tokens: int | None) -> Iterator[None]:
-    """While a prompt is made: an error that it is too long says how many tokens of output the client asks for."""
+    """Add the requested output tokens to a `PromptTooLong` raised inside, because clients expect both counts."""
     try:
         yield
     except PromptTooLong as error:
@@ -123,15 +123,15 @@ def counting_output(max_tokens: int | None) -> Iterator[None]:
 
 
 def _context_exceeded(error: PromptTooLong, route: str) -> ApiError:
-    """In the sentence by which agents and proxies know that they have to shorten the conversation or take another
-    model: Anthropic's on its routes, else OpenAI's."""
+    """The error of a prompt that is too long, in the sentence by which agents and proxies recognise it: Anthropic's on
+    its routes, else OpenAI's."""
     param = CLIENT_NAMES.get(route, {}).get("prompt", "prompt")
     shown = f"at least {error.count}" if error.at_least else f"{error.count}"
     if dialect_of(route) == "anthropic":
         return bad_request(CONTEXT_CODE, f"prompt is too long: {shown} tokens > {error.limit} maximum", param)
     if route in COUNTING_ROUTES:
         return bad_request("text_too_long", f"The text has {shown} tokens, {route} takes {error.limit} at most.", param)
-    if route == "/v1/embeddings":  # the token of output is none that the client asks for
+    if route == "/v1/embeddings":  # the client requests no output, so none is counted
         size, asked, cure = error.limit, f"your {param} resulted in {shown} tokens", param
     else:
         total = shown.replace(str(error.count), str(error.count + error.num_output))
@@ -142,7 +142,7 @@ def _context_exceeded(error: PromptTooLong, route: str) -> ApiError:
 
 
 def in_client_words(error: QuireError, names: Mapping[str, str]) -> QuireError:
-    """The same, with fields called what the client calls them: `param`, and wherever a field stands with its value."""
+    """The error with the client's names of fields, in `param` and wherever the message has `name=`."""
     what = error.what
     for ours, theirs in names.items():
         what = re.sub(rf"\b{ours}=", f"{theirs}=", what)
@@ -174,7 +174,7 @@ _CODES = {"extra_forbidden": "unknown_field", "missing": "missing_field", "json_
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first thing that is wrong with a body, query or path, named as the caller wrote it."""
+    """The error for the first invalid part of a body, query or path, by the client's name of it."""
     if not errors:
         return bad_request("invalid_request", "The request is not valid.")
     first = min(errors, key=_vagueness)
@@ -191,17 +191,18 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _vagueness(error: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """Of a value that may be of several types each is tried; the one that got furthest says best what is wrong."""
+    """Sort key: a value of a union gives one error per branch, and the deepest one is the most specific."""
     kind = str(error["type"])
     return kind != "json_invalid", kind.endswith("_type"), -len(error["loc"])
 
 
 def _place(error: Mapping[str, Any]) -> str | None:
-    """("body", "messages", 0, "str") to messages[0]: what follows a union's branch names types, not fields."""
+    """The place of an error, such as messages[0] for ("body", "messages", 0, "str"). Parts that name a union's branch
+    are types and are left out."""
     place, parts = "", list(error["loc"][1:])
     unknown = str(parts.pop())[:200] if parts and error["type"] == "extra_forbidden" else None
     for part in parts:
-        part = part if isinstance(part, int) else str(part)[:200]  # a key of the client's may be of any length
+        part = part if isinstance(part, int) else str(part)[:200]  # a key of the client may have any length
         if isinstance(part, int):
             place += f"[{part}]"
         elif part.isidentifier() and part not in _TYPE_NAMES and not part[0].isupper():

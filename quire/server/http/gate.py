@@ -1,7 +1,7 @@
-"""The gate every HTTP request passes first: an id, the key, the budget, the size and type of its body, CORS.
+"""The gate that every HTTP request passes first: request id, key, rate limit, size and type of the body, CORS.
 
-A plain ASGI layer around the app. It also sees every reply leave, so it counts and logs them, and whatever escapes a
-route becomes an error in the caller's dialect: no stack trace and no empty reply ever reaches a client.
+It is a plain ASGI layer around the app. It counts and logs every reply, and turns every exception that escapes a route
+into an error in the caller's dialect, so that no stack trace and no empty reply reaches a client.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.server.state import Server
 PROBES = frozenset({"/health", "/ping", "/healthz", "/readyz"})
 OPEN_PATHS = frozenset({"/", "/favicon.ico"})
 OPEN_FOLDER = "/page/"
-# Given twice, one reader may take the first and another the last.
+# Of a repeated header one reader may take the first and another the last value.
 GIVEN_ONCE = frozenset({"authorization", "x-api-key", "host", "origin", "content-type", "content-length"})
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 CORS_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta"
@@ -71,7 +71,7 @@ class Gate:
 
 
 class _GatedRequest:
-    """One request on its way through."""
+    """The passage of one request through the gate."""
 
     def __init__(self, gate: Gate, app: ASGIApp, server: Server, scope: Scope, receive: Receive, send: Send):
         self._gate, self._app, self._server, self._log = gate, app, server, server.log
@@ -104,7 +104,7 @@ class _GatedRequest:
             route = route_label(scope)
             server.metrics.http_closed(route, self._scope["method"], self._status, seconds)
             level = "debug" if self._path in PROBES or self._path == "/metrics" else "info"
-            totals = scope["state"].get("totals")  # of a route that generated something
+            totals = scope["state"].get("totals")  # set by routes that generate
             tokens = {} if totals is None else asdict(totals)
             self._log.write(
                 level,
@@ -127,7 +127,7 @@ class _GatedRequest:
             self._check_key(scope)
             self._check_body()
             await self._app(scope, self._count_body, self._send_on)
-        except ApiError as error:  # of the gate's own: what a route refuses, the app has answered and counted
+        except ApiError as error:  # raised by the gate itself; the app answers and counts errors of routes
             self._server.metrics.failed(route_label(scope), error.code)
             await self._refuse(error)
         except Exception as error:
@@ -138,7 +138,7 @@ class _GatedRequest:
 
     async def _refuse(self, error: ApiError) -> None:
         if self._status:
-            return  # the reply is on its way already; whoever wrote it has said what happened
+            return  # the reply has started and reports the error itself
         await error_response(dialect_of(self._path), error, self._id)(self._scope, self._receive, self._send_on)
 
     async def _answer_preflight(self) -> bool:
@@ -147,7 +147,7 @@ class _GatedRequest:
             return False
         if "access-control-allow-origin" not in self._extra:
             raise ApiError(403, "cors_forbidden", "This origin may not call from a browser; see --cors-origins.")
-        # Clients send headers of their own about themselves; which ones is no business of ours.
+        # SDKs send various headers about themselves; all well-formed names are allowed.
         asked = self._headers.get("access-control-request-headers", "")
         allowed = asked if _HEADER_NAMES.fullmatch(asked) else CORS_HEADERS
         self._extra |= {
@@ -168,7 +168,7 @@ class _GatedRequest:
         self._gate.names.check(self._headers.get("host"), self._headers.get("origin"), local)
 
     def _check_key(self, scope: Scope) -> None:
-        """Who calls is decided here; routes read `owner` and `tenant` of the request's state, never the headers."""
+        """Establish the caller. Routes read `owner` and `tenant` of the request's state, never the headers."""
         path, server = self._path, self._server
         key = key_of(self._headers)
         scope["state"]["owner"] = owner_of_key(key)
@@ -221,7 +221,7 @@ class _GatedRequest:
             raise ApiError(413, "body_too_large", message, headers={"connection": "close"})
 
     async def _count_body(self) -> Message:
-        """The body may be neither too long nor too slow; once it is there, waiting is waiting for a hang-up."""
+        """Receive a message, with bounds on the body's size and pace. After the body, only a disconnect can arrive."""
         if self._body_complete:
             return await self._receive()
         pace, now = self._gate.pace, asyncio.get_running_loop().time()
@@ -258,7 +258,7 @@ class _GatedRequest:
 
 
 def route_label(scope: Mapping[str, Any]) -> str:
-    """The route's pattern, never the path: a metric must not grow with what clients make up."""
+    """The route's pattern, never the path: clients must not be able to create metric labels."""
     return getattr(scope.get("route"), "path", None) or "other"
 
 

@@ -1,8 +1,7 @@
-"""By which names a server may be called, in `Host` and in `Origin`: the gate refuses a browser that was led here.
+"""Checks the names in `Host` and `Origin`, so that the gate can refuse requests that websites direct at this server.
 
-A website can point a name of its own at this machine (DNS rebinding) or send its visitors' browsers here; without a key
-nothing else would tell them from a user. Programs that are no browsers call a server by its own name and send no
-`Origin`.
+A website can resolve a name of its own to this machine (DNS rebinding) or send its visitors' browsers here; without a
+key nothing else distinguishes them from a user. Other programs use the server's own name and send no `Origin`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(.+)")
 
 
 class HostNames:
-    """Checks `Host` and `Origin` where names are configured, and on a loopback address without keys."""
+    """Checks `Host` and `Origin` if names are configured, and on loopback addresses without keys."""
 
     def __init__(self, bound: str, configured: str | None, keyless: bool, origins: Collection[str]):
         names = {name.strip().lower().removesuffix(".") for name in (configured or "").split(",")}
@@ -28,7 +27,8 @@ class HostNames:
         self.active = "*" not in names and (configured is not None or (keyless and is_this_machine(bound)))
 
     def check(self, host: str | None, origin: str | None, local: str | None) -> None:
-        """`host` and `origin` are the headers' values, `local` is the address the client has connected to."""
+        """Raise for a refused name. `host` and `origin` are header values, `local` is the server's address of the
+        connection."""
         if not self.active:
             return
         if host is not None and not self._knows(host, local):
@@ -50,7 +50,7 @@ class HostNames:
 
 
 def is_this_machine(name: str) -> bool:
-    """A name or an address that means the machine it is used on, wherever that is."""
+    """Whether the name or address denotes the local machine everywhere."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

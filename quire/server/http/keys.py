@@ -1,6 +1,6 @@
-"""Who may call, and how much: keys compared in constant time, and a budget of requests and tokens per key.
+"""Authentication and rate limits: keys compared in constant time, and a budget of requests and tokens per key.
 
-The gate asks before a request reaches any route; routes report the tokens a request really took.
+The gate checks both before a request reaches a route; routes report the tokens that a request used.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from quire.server.http.errors import ApiError
 
-MAX_BUDGETS = 4096  # callers remembered; the one not seen longest goes first
+MAX_BUDGETS = 4096  # callers with a budget; the least recently seen is evicted
 
 
 class KeyRing:
-    """A set of keys. An empty ring opens for everyone."""
+    """A set of accepted keys, stored as digests."""
 
     def __init__(self, keys: str | None):
         names = [key.strip() for key in (keys or "").split(",")]
@@ -29,7 +29,7 @@ class KeyRing:
         return bool(self._digests)
 
     def opens(self, key: str | None) -> bool:
-        """Every key is compared, whichever fits, so the time taken says nothing."""
+        """Whether `key` is accepted. Every key is compared, so that the time reveals nothing."""
         digest = _digest(key or "")
         found = False
         for known in self._digests:
@@ -42,18 +42,18 @@ def _digest(key: str) -> bytes:
 
 
 def tenant_of(key: str) -> bytes:
-    """What stands for a key where requests are kept apart: nobody can work the key out from it."""
+    """The tenant id of a key, from which the key can't be recovered."""
     return hashlib.blake2b(_digest(key), digest_size=16, person=b"quire tenant").digest()
 
 
 def owner_of_key(key: str | None) -> str:
-    """What stands for a key where its caller's responses are stored."""
+    """The owner id under which a key's responses are stored."""
     return _digest(key or "").hex()
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:
-    """OpenAI's clients send a bearer token, Anthropic's a header of their own. Only the gate reads it: whatever else
-    needs to know the caller takes what the gate has put into the request's state."""
+    """The key in the headers: OpenAI's clients send a bearer token, Anthropic's send `x-api-key`. Only the gate calls
+    it; other code reads the caller from the request's state."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     plain = headers.get("x-api-key")
@@ -65,7 +65,8 @@ def key_of(headers: Mapping[str, str]) -> str | None:
 
 @dataclass(slots=True)
 class Bucket:
-    """Fills evenly to `size` within a minute. It may go below zero: a request's tokens are known only at its end."""
+    """A token bucket that refills to `size` within a minute. It may go negative: a request's tokens are known at its
+    end only."""
 
     size: float
     level: float
@@ -81,7 +82,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class RateBudget:
-    """One caller's buckets, by what they count."""
+    """One caller's buckets by unit, "requests" and "tokens"."""
 
     buckets: dict[str, Bucket]
     clock: Callable[[], float]

@@ -1,9 +1,8 @@
-"""Measures how late the event loop of the HTTP process runs what is due: what any stream would have waited there.
+"""Measures the delay of the HTTP process's event loop, which is the time that any stream waits there.
 
-`run` starts a `LoopDelay` beside the server; `Metrics` counts what it finds. A timer fires every `INTERVAL`. How much
-later than due it fires is the delay by the clock. That also holds what the machine did meanwhile, so each delay is
-counted a second time, limited to the processor time this process has used since the last tick: on a machine that is
-shared, only that part can be the server's own work.
+`run` starts a `LoopDelay` beside the server and `Metrics` counts its observations. A timer fires every `INTERVAL`; its
+lateness is the delay by the clock. That includes other work of the machine, so each delay is counted a second time,
+limited to this process's processor time since the last tick: only that part can be the server's own work.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import time
 from collections.abc import Callable
 
 INTERVAL = 0.02  # seconds
-MAX_MISSED = 500  # ticks that one delay stands for, at most
+MAX_MISSED = 500  # most ticks that one delay is counted for
 
 Observe = Callable[[float, float], None]  # the delay by the clock, and the processor time within it
 
 
 class LoopDelay:
-    """A timer on one event loop. `observe` is called for each tick, and once more for each tick that a delay swallowed:
-    one freeze of five seconds must not count less than the quiet seconds around it."""
+    """A timer on one event loop. `observe` is called for each tick and for each tick that a delay skipped, so that a
+    freeze of five seconds counts as much as five quiet seconds."""
 
     def __init__(
         self,

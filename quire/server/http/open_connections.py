@@ -1,7 +1,7 @@
-"""All open connections of one server: how many there may be, which may be dropped, and how many bytes they hold.
+"""Bounds on all open connections of one server: their number and the bytes they hold.
 
-`ServerConnection` reports what it does; `run` makes one `OpenConnections` for the server. Bytes counted here are heads
-and bodies that no route has taken yet; bodies that a route has taken are `HeldBodies`'.
+Each `ServerConnection` reports its state; `run` makes one `OpenConnections` per server. It counts heads and unread
+bodies; bodies that a route has read are counted by `HeldBodies`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Protocol
 from quire.server.http.errors import ApiError
 
 MAX_HELD = 64 << 20  # bytes of heads and unread bodies, over all connections
-SPARE_FILES = 128  # descriptors the process needs for anything but connections
+SPARE_FILES = 128  # file descriptors for purposes other than connections
 
-Report = Callable[[str, ApiError], None]  # the id and the error of a reply that the application did not make
+Report = Callable[[str, ApiError], None]  # request id and error of a reply made below the application
 
 
 class Droppable(Protocol):
     def drop(self) -> None:
-        """Close the connection at once."""
+        """Abort the connection."""
 
 
 class OpenConnections:
@@ -30,14 +30,14 @@ class OpenConnections:
         self.report = report
         self.num_held = 0  # bytes
         self._open: dict[Droppable, None] = {}
-        self._waiting: dict[Droppable, None] = {}  # without a request under way; the longest wait first
+        self._waiting: dict[Droppable, None] = {}  # connections without an open request; the longest wait first
 
     def __len__(self) -> int:
         return len(self._open)
 
     def enter(self, connection: Droppable) -> bool:
-        """Count a new connection. At the limit the one that has waited longest for a request is dropped; False: all
-        have requests under way."""
+        """Count a new connection. At the limit, drop the one that has waited longest for a request. Returns False if
+        all have open requests."""
         if len(self._open) >= self.limit:
             longest = next(iter(self._waiting), None)
             if longest is None:
@@ -53,7 +53,7 @@ class OpenConnections:
         self._waiting.pop(connection, None)
 
     def begin_wait(self, connection: Droppable) -> None:
-        """`connection` has no request under way from now on."""
+        """Mark `connection` as without an open request."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = None
@@ -62,13 +62,14 @@ class OpenConnections:
         self._waiting.pop(connection, None)
 
     def hold(self, change: int) -> bool:
-        """Count bytes that a connection holds more (or fewer) than before; False: all together hold too many."""
+        """Add a change of held bytes. Returns False if all connections together hold too many."""
         self.num_held += change
         return change <= 0 or self.num_held <= self.max_held
 
 
 def allow_files(wanted: int) -> int:
-    """Raise the process's limit of open files for `wanted` connections; returns how many connections it allows."""
+    """Raise the process's limit of open files for `wanted` connections and return the number of connections it
+    allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     needed = wanted + SPARE_FILES

@@ -1,7 +1,7 @@
-"""Answers of a run: the events of a stream as they come, or one body when all is there. Both notice a client that left.
+"""Sends the reply of a run: a stream of events, or one body. Both detect that the client disconnected.
 
-A dialect gives an encoder: for a stream it turns pieces into frames, for a body it gathers them. Everything else, from
-keep-alives to errors in mid-stream, is the same for all and stands here.
+The dialect's encoder turns pieces into frames, or collects them for a body. The rest, from keep-alives to errors inside
+a stream, is shared by all dialects.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from quire.server.sample import Piece
 from quire.server.state import Server
 from quire.types import QuireError
 
-DISCONNECTED = "disconnected"  # the outcome of a reply whose client left
+DISCONNECTED = "disconnected"  # outcome of a reply whose client disconnected
 MAX_WARNINGS = 8
-PEEK_SECONDS = 2.0  # an error this early still gets its own status; later it is an event
+PEEK_SECONDS = 2.0  # an error within this time gets an HTTP status; a later one is an event
 
 
 class StreamEncoder(Protocol):
-    """Pieces to frames, in the order the dialect prescribes."""
+    """Encodes pieces as frames in the dialect's order."""
 
     keep_alive: bytes
 
@@ -43,7 +43,8 @@ class StreamEncoder(Protocol):
 
 
 async def stream_reply(request: Request, run: GenerationRun, encoder: StreamEncoder, server: Server) -> Response:
-    """Waits a moment for the first news: a request that is refused at once deserves a status, not an event."""
+    """Stream a run's reply. It waits up to PEEK_SECONDS for the first pieces, so that an early refusal gets a
+    status."""
     request.state.totals = run.totals  # for the log
     watcher = asyncio.create_task(_close_when_gone(request.receive, run))
     try:
@@ -92,7 +93,7 @@ class EventStream(Response):
         except Exception:
             self._broke(scope, "internal_error")
             await reader.send_frame(encoder.fail(ApiError(500, "internal_error", "The server made a mistake.")))
-            raise  # the gate logs it; the client has been told
+            raise  # the gate logs it; the client has an error event
         finally:
             self._watcher.cancel()
             run.close()
@@ -100,18 +101,18 @@ class EventStream(Response):
                 await reader.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _broke(self, scope: Scope, outcome: str) -> None:
-        """The status was sent long ago and said 200; the log and the metrics shall know better."""
+        """Record a failure after status 200 was sent, for the log and the metrics."""
         scope["state"]["outcome"] = outcome
         self._server.metrics.stream_broke(self._run.job.route, outcome)
 
 
 class TooSlow(Exception):
-    """A client has not read for so long that nobody waits for it any more."""
+    """A client that has not read for longer than the send timeout."""
 
 
 class _ClientSink:
-    """The client at the other end of a stream. What it does not read fills the connection's buffer, which is small;
-    then sending waits, and after `patience` seconds of that the client is given up."""
+    """Sends to one client. Unread data fills the connection's small buffer, then sending waits, and after `patience`
+    seconds `TooSlow` is raised."""
 
     def __init__(self, send: Send, patience: float):
         self._send = send
@@ -140,7 +141,7 @@ async def whole_reply(
     body: Callable[[], Awaitable[object]],
     server: Server,
 ) -> Response:
-    """Gathers everything, then answers once. A client that hangs up before that cancels its request."""
+    """Collect all pieces and answer once. A client that disconnects earlier cancels its request."""
     request.state.totals = run.totals  # for the log
     watcher = asyncio.create_task(_close_when_gone(request.receive, run))
     try:
@@ -157,7 +158,7 @@ async def whole_reply(
 
 
 def warnings_of(run: GenerationRun) -> dict[str, str]:
-    """What of a schema is not enforced, in a header."""
+    """Headers that name the parts of a schema that are not enforced."""
     grammar = run.job.params.grammar
     if grammar is None or not grammar.warnings:
         return {}
@@ -173,5 +174,5 @@ async def _close_when_gone(receive: Receive, run: GenerationRun) -> None:
 
 
 def _nobody() -> Response:
-    """For a client that is not there any more; the status is for the log."""
+    """The response for a disconnected client, whose status is for the log only."""
     return Response(status_code=499)

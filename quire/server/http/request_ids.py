@@ -1,4 +1,4 @@
-"""The id of a request: the client's own where it is usable, else a random one. Every reply carries it."""
+"""Request ids: the client's id if it is well-formed, else a random one. Every reply carries it."""
 
 from __future__ import annotations
 

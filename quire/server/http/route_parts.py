@@ -1,4 +1,4 @@
-"""Small things every router needs: the job of a request, and how errors look in the OpenAPI document."""
+"""Helpers of all routers: the generation job of a request, and errors in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STATUSES = {
 
 
 def api_router(server: Server, tag: str, dialect: Dialect) -> APIRouter:
-    """A router whose bodies are read within bounds."""
+    """A router that reads bodies within bounds."""
     route = body_route(server.held, server.chat.check_body)
     return APIRouter(tags=[tag], responses=error_docs(dialect), route_class=route)
 
@@ -50,13 +50,13 @@ def job_of(request: Request, body: Service, prompts: list[list[int]], params: Sa
 
 
 def cache_salt(request: Request, own: bytes) -> bytes:
-    """Within which requests prompts share what was computed of them: those of one key, and of one `cache_salt`. How
-    long a first token takes would otherwise tell one tenant what another has asked."""
+    """The salt of the prefix cache: prompts share prefixes only within one key and one `cache_salt`. Otherwise the time
+    to the first token would reveal other tenants' prompts."""
     return getattr(request.state, "tenant", b"") + own
 
 
 def error_docs(dialect: Dialect) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document: which statuses a route may answer with, each with an example."""
+    """Statuses of a route for the OpenAPI document, each with an example."""
     docs: dict[int | str, dict[str, Any]] = {}
     for status, (code, message) in _STATUSES.items():
         example = error_body(dialect, ApiError(status, code, message))

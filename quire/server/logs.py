@@ -1,4 +1,4 @@
-"""Log lines on stderr, for people or as JSON for machines. Each line about a request carries the request's id."""
+"""Log lines on stderr, as text or as JSON. Each line about a request carries the request's id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
 class Log:
-    """Writes where it is told, or to stderr."""
+    """Writes log lines to a stream, by default to stderr."""
 
     def __init__(self, level: str = "info", form: str = "text", stream: TextIO | None = None):
         self._least = LEVELS[level]
@@ -34,11 +34,11 @@ class Log:
             stream.write(line + "\n")
             stream.flush()
         except (OSError, ValueError):
-            pass  # a log nobody can read must not stop the service
+            pass  # a broken log stream must not stop the server
 
 
 class LibraryLines(logging.Handler):
-    """Log lines of libraries (uvicorn's, on broken HTTP) among ours."""
+    """Forwards log records of libraries, such as uvicorn's about invalid HTTP, to the server's log."""
 
     def __init__(self, log: Log):
         super().__init__()

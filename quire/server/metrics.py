@@ -1,7 +1,7 @@
-"""What is counted, in Prometheus form. The routes and the gate report here; `/metrics` renders it.
+"""Prometheus metrics. The routes and the gate report here; `/metrics` renders them.
 
-Counters of the engine come with its beats and are exported as they are; times are measured in the HTTP process, where
-the client feels them.
+The engine's counters arrive with its beats and are exported unchanged. Latencies are measured in the HTTP process, so
+that they include what the client waits for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0
 
 
 class Metrics:
-    """One registry per server, so that several servers can live in one process (tests do that)."""
+    """The metrics of one server in a registry of its own, so that one process can hold several servers."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -108,7 +108,7 @@ class Metrics:
 
 
 class _EngineCollector:
-    """The engine's own figures, read from its last beat when somebody asks."""
+    """The engine's figures, read from its last beat at each scrape."""
 
     COUNTERS = (
         ("steps", "Steps run"),
@@ -154,7 +154,7 @@ class _EngineCollector:
         yield free
 
     def _fate(self) -> Iterator[Any]:
-        """How the engine process fares, and what its loop does."""
+        """Metrics of the engine process's state and of its loop."""
         supervisor = self._supervisor
         states, beat = supervisor.states, self._client.beat
         state = GaugeMetricFamily("quire_engine_state", "1 for the state the engine process is in", labels=["state"])

@@ -1,4 +1,4 @@
-"""What operators and their tools ask: probes, metrics, statistics, and the admin routes, which take another key."""
+"""Routes for operators: probes, metrics, statistics, and the admin routes, which take the admin key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.server.state import Server
 def ops_router(server: Server, version: str) -> APIRouter:
     router = api_router(server, "Operation", "openai")
 
-    @router.get("/health", response_model=None, include_in_schema=False)  # what other servers' tools ask for
+    @router.get("/health", response_model=None, include_in_schema=False)  # the name in other servers
     @router.get("/ping", response_model=None, include_in_schema=False)
     @router.post("/ping", response_model=None, include_in_schema=False)
     @router.get("/healthz", response_model=None)

@@ -1,7 +1,7 @@
 """Starts and stops a server: socket, engine process, application, uvicorn, signals. `quire serve` calls `serve`.
 
-The first SIGTERM (or Ctrl-C) drains: not ready, no new requests, open ones finish, then it stops. The second stops at
-once.
+The first SIGTERM (or Ctrl-C) drains: the server is not ready, refuses new requests, finishes open ones and stops. The
+second stops at once.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ async def serve(
     version: str,
     load: Callable[[ModelFiles], Tokenizer | None] = load_tokenizer,
 ) -> int:
-    """Run until told to stop; returns the exit code. `on_ready` gets the URL once requests are taken."""
+    """Run until a signal stops the server and return the exit code. `on_ready` gets the URL once requests are
+    accepted."""
     log = Log(config.server.log_level, config.server.log_form)
     listener = bind(config.server.host, config.server.port, config.server.send_timeout)
     setup = Setup.of(config, files)
     work = WorkerPool(setup, log.write)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)  # while the model loads there is nothing to drain
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)  # nothing to drain while the model loads
     try:
         tokenizer = await asyncio.to_thread(load, files)
         if tokenizer is None:
@@ -138,9 +139,9 @@ def served_names(config: Config) -> list[str]:
 
 
 def bind(host: str, port: int, send_timeout: float = 0.0) -> socket.socket:
-    """A listening socket. It listens before the model is loaded, since two servers may bind one port as long as neither
-    listens; a client that connects meanwhile waits. The system drops a connection whose client takes nothing for
-    `send_timeout` seconds, with all that waits to be sent to it."""
+    """A listening socket. It listens before the model is loaded, because two servers can bind one port while neither
+    listens; clients that connect meanwhile wait. The kernel drops a connection whose client acknowledges nothing for
+    `send_timeout` seconds, with its unsent data."""
     listener = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -198,7 +199,7 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
 
 
 def connection_factory(server: Server) -> Any:
-    """What uvicorn calls for each connection."""
+    """The protocol factory that uvicorn calls for each connection."""
 
     def report(request_id: str, error: ApiError) -> None:
         server.metrics.failed("other", error.code)
@@ -212,7 +213,8 @@ def connection_factory(server: Server) -> Any:
 
 
 class _Http(uvicorn.Server):
-    """Signals are ours: uvicorn would stop listening at the first one, and a probe could not see us drain."""
+    """uvicorn without its signal handlers: it would stop listening at the first signal, and probes could not see the
+    server drain."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""One sample on its way out: token ids become text, the text becomes text, reasoning and tool calls.
+"""Turns one sample's deltas into text, reasoning and tool calls.
 
-`Generation` holds one `Sample` per request and pushes deltas into it; the dialects see only the `Piece`s that come out.
+`Generation` holds one `Sample` per request and pushes deltas into it; the dialects receive the resulting `Piece`s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.types import Delta, FinishReason, QuireError, Request, Timing, TokenL
 
 
 class AnswerParser(Protocol):
-    """Splits a model's text into channels; any chunking gives the same events, joined."""
+    """Splits a model's text into channels. The merged events do not depend on the chunking."""
 
     def push(self, text: str) -> list[Event]: ...
 
@@ -23,7 +23,7 @@ class AnswerParser(Protocol):
 
 
 class PlainText:
-    """The channel parser of raw completions: everything is text."""
+    """The parser of raw completions, in which everything is text."""
 
     def push(self, text: str) -> list[Event]:
         return [TextDelta(text)] if text else []
@@ -35,14 +35,14 @@ class PlainText:
 @dataclass(slots=True)
 class End:
     reason: str  # stop or length
-    stop_text: str | None  # the stop string that was hit
+    stop_text: str | None  # the stop string that ended the text
     usage: Usage
     timing: Timing
 
 
 @dataclass(slots=True)
 class Piece:
-    """News of one sample."""
+    """One sample's new output."""
 
     index: int
     events: list[Event] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Piece:
 class Sample:
     def __init__(self, request: Request, tokenizer: Tokenizer, parser: AnswerParser, index: int):
         self.request = request
-        self.index = index  # among all samples of the API request
+        self.index = index  # place among all samples of the API request
         self.ended = False
         self._decoder = DeltaDecoder(tokenizer, request.params, request.stop_ids)
         self._parser = parser
@@ -66,7 +66,8 @@ class Sample:
         return self._decoder.num_tokens
 
     def push(self, delta: Delta) -> tuple[Piece | None, bool]:
-        """A delta's news, and whether the engine must be told that this sample is over. Raises if it failed."""
+        """The piece of a delta, and whether the engine must cancel the sample since its text has ended. Raises if the
+        sample failed."""
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
             raise _failure(delta)
         if delta.finish_reason is FinishReason.CANCELLED and not self._decoder.stopped:

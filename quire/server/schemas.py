@@ -1,4 +1,4 @@
-"""What the bodies of both dialects have in common: strict fields, and the sampling parameters beyond each API's own."""
+"""Base classes of the bodies of all dialects: strict fields, and sampling parameters beyond each API's own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidato
 from quire.server.http.errors import bad_request
 from quire.types import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, SamplingParams
 
-MAX_ITEMS = 1 << 20  # of any list in a body that has no closer bound
-MAX_PROMPT_TOKENS = 1 << 24  # of one prompt given as token ids
+MAX_ITEMS = 1 << 20  # per list in a body, unless a field has a lower bound
+MAX_PROMPT_TOKENS = 1 << 24  # per prompt given as token ids
 
 
 class Body(BaseModel):
-    """Unknown fields are errors, and a number in quotes is not a number.
+    """A strict body: unknown fields are errors, and strings are not converted to numbers.
 
-    A body costs no more than a small multiple of its size, right or wrong: lists are `Items`, whose validation ends at
-    the first wrong item, and of the unknown fields of an object one is reported."""
+    Validation costs at most a small multiple of the body's size: lists are `Items`, whose validation ends at the first
+    invalid item, and only one unknown field of an object is reported."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -43,7 +43,7 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 def _take_packed(value: Any, validate: Callable[[Any], Any]) -> Any:
-    """An array of token ids comes from the text worker alone, which has validated it. JSON has no arrays."""
+    """Skip validation of an `array`: only the text worker produces one, after validation."""
     return value if isinstance(value, array) else validate(value)
 
 
@@ -53,7 +53,7 @@ Stop = str | Annotated[Items[str], Field(max_length=MAX_STOPS)]
 
 
 def _keep_one_wrong_bias(value: Any) -> Any:
-    """Validation of an object reports every wrong value; one is enough."""
+    """Keep one invalid value only, because pydantic reports every invalid value of an object."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASED:
@@ -66,7 +66,7 @@ LogitBias = Annotated[dict[str, float], BeforeValidator(_keep_one_wrong_bias)]
 
 
 class Service(Body):
-    """How a request is to be treated, whatever it asks for."""
+    """Fields about the treatment of a request."""
 
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
@@ -79,8 +79,8 @@ class Service(Body):
 
 
 class Sampling(Service):
-    """The sampling parameters every API takes, its own ones and those it does not know, under the names Quire has
-    everywhere. How an API calls the rest (stop, max_tokens, n, logprobs) is its own business."""
+    """Sampling parameters that every API accepts under Quire's names. Those with names of each API (stop, max_tokens,
+    n, logprobs) are in the dialects' bodies."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -109,7 +109,8 @@ _SHARED = [name for name in Sampling.model_fields if name not in Service.model_f
 
 
 def sampling_params(body: Sampling, **own: Any) -> SamplingParams:
-    """The dialect's own fields by our names, and the shared ones; what is None keeps the model's default."""
+    """Sampling parameters from the dialect's fields, under Quire's names, and the shared ones. None keeps the model's
+    default."""
     given = {name: getattr(body, name) for name in _SHARED} | {"logit_bias": _token_bias(body.logit_bias)} | own
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 

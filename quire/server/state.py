@@ -1,4 +1,4 @@
-"""What all routes of one server share: the engine's client, the edge, limits, counters, and whether it is draining."""
+"""State shared by all routes of one server: the engine's client, the edge, limits, counters and the drain status."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Server:
     generation: Generation
     chat: ChatPrompts
     held: HeldBodies
-    files: ModelFiles  # of the model that is served
+    files: ModelFiles  # the served model's files
     store: ResponseStore
-    names: list[str]  # the model's names; the first one is shown
+    names: list[str]  # the model's names; replies show the first
     keys: KeyRing
     admin_keys: KeyRing
     rates: RateLimits
     log: Log
-    created: int  # when the server started, in Unix seconds
+    created: int  # start of the server, Unix seconds
     draining: bool = False
-    at_once: bool = False  # told twice to stop: wait for nothing
+    at_once: bool = False  # second stop signal: do not drain
     open_replies: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -51,7 +51,7 @@ class Server:
         return self.names[0]
 
     def check_model(self, name: str | None) -> str:
-        """The name a reply carries. `*` among the names accepts whatever a client calls the model."""
+        """The model name for the reply. `*` among the names accepts every name. Raises for an unknown model."""
         if name is None or name in self.names:
             return name or self.name
         if "*" in self.names:
@@ -61,16 +61,16 @@ class Server:
         raise ApiError(404, "model_not_found", message, "model")
 
     def note_failure(self, route: str, request_id: str, error: QuireError) -> None:
-        """Count a failed request, and log what a client should not be told."""
+        """Count a failed request, and log details that are hidden from clients."""
         self.metrics.failed(route, error.code)
-        if error.code == "detokenize_failed":  # the engine does not know of it
+        if error.code == "detokenize_failed":  # not counted by the engine
             self.supervisor.errors.put("request", error.code, str(error), [request_id])
         if error.code in INTERNAL_CODES:
             self.log.write("error", "request failed", id=request_id, code=error.code, error=str(error))
 
     def health(self) -> dict[str, Any]:
-        """From the engine's own progress, not from the fact that HTTP answers. While the engine is being replaced the
-        server is not ready, but it is not ill either: it is dealing with it."""
+        """Health derived from the engine's progress. While the supervisor replaces the engine, the server is not ready
+        but healthy."""
         client, patience, state = self.client, self.config.server.stall_timeout, self.supervisor.states.state
         beat_age, progress_age = client.beat_age(), client.progress_age()
         status, problem = "ok", None
@@ -96,7 +96,7 @@ class Server:
 
     @staticmethod
     def _shown(error: QuireError | None) -> str:
-        """What a probe may say of it: our insides are for the log."""
+        """The part of the status for probes, without internals."""
         if error is None or error.code in INTERNAL_CODES:
             return "The engine failed; the server's log says why."
         return str(error)

@@ -1,7 +1,7 @@
-"""Stored responses in one SQLite file, read and written in a thread of its own so that the event loop never waits.
+"""Stores responses in one SQLite file, accessed by one thread so that the event loop never waits.
 
-Without a file they live in memory and are gone at exit. Only the newest are kept: each holds its whole conversation, so
-both their number and their bytes are bounded.
+Without a file they are kept in memory until exit. Only the newest are kept: each holds its whole conversation, so both
+number and bytes are bounded.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ CREATE TABLE IF NOT EXISTS responses (
     messages TEXT NOT NULL
 )
 """
-_SIZE = "length(body) + length(items) + length(messages)"  # bytes: all of it is JSON in ASCII
+_SIZE = "length(body) + length(items) + length(messages)"  # bytes, since all columns are ASCII JSON
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     id: str
-    owner: str  # who made it, as a digest of the key: nobody else sees it
-    body: dict[str, Any]  # the response as it was answered
-    items: list[dict[str, Any]]  # its input items
-    messages: list[dict[str, Any]]  # the whole conversation up to and with the answer, to go on from
+    owner: str  # digest of the creator's key; no other key may read it
+    body: dict[str, Any]  # the response body
+    items: list[dict[str, Any]]  # input items
+    messages: list[dict[str, Any]]  # conversation including the answer, for the next turn
 
 
 class ResponseStore:

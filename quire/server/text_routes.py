@@ -1,5 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/render`: what a text or a conversation becomes before the model
-sees it."""
+"""Routes that show the model's input: `/tokenize`, `/detokenize`, `/tokenizer_info` and `/render`."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from quire.server.state import Server
 from quire.text.template import template_source
 from quire.text.tokenizer import Tokenizer
 
-SLICE = 8192  # tokens spelled at a time
+SLICE = 8192  # tokens encoded between two yields to the event loop
 
 
 class TokenizeBody(Body):
@@ -35,8 +34,8 @@ class TokenizeBody(Body):
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool | None = None  # None: true for a prompt; a conversation's template writes its own
-    add_special: bool = False  # llama.cpp's, of content
+    add_special_tokens: bool | None = None  # None: true for a prompt, false for a conversation
+    add_special: bool = False  # llama.cpp's flag, applies to content
     parse_special: Literal[True] = True
     return_token_strs: bool = False
     with_pieces: bool = False
@@ -134,12 +133,12 @@ def text_router(server: Server) -> APIRouter:
 
 
 def _json(value: dict[str, Any]) -> Response:
-    """FastAPI would look at every token of a reply by itself."""
+    """A JSON response that bypasses FastAPI's encoder, which visits every token."""
     return Response(to_json(value), media_type="application/json")
 
 
 async def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[bytes]:
-    """Each token's bytes, in slices between which other requests have their turn."""
+    """Each token's bytes, in slices between which the event loop runs."""
     pieces: list[bytes] = []
     for start in range(0, len(ids), SLICE):
         pieces += map(tokenizer.token_bytes, ids[start : start + SLICE])
@@ -148,7 +147,7 @@ async def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[bytes]:
 
 
 def _text_or_bytes(piece: bytes) -> str | list[int]:
-    """A token that is no text by itself is a list of its bytes, as in llama.cpp."""
+    """A token's text, or a list of its bytes if it is no valid text alone, as in llama.cpp."""
     try:
         return piece.decode("utf-8")
     except UnicodeDecodeError:

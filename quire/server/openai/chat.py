@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: a conversation in, a message out, whole or as chunks."""
+"""Replies of `/v1/chat/completions`, whole or as chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def finish_reason(reason: str, has_calls: bool) -> str:
 
 
 class ChatWhole:
-    """The reply in one piece."""
+    """The reply as one body."""
 
     def __init__(
         self, run: GenerationRun, model: str, tokenizer: Tokenizer, with_logprobs: bool, with_prompt: bool = False
@@ -57,7 +57,7 @@ class ChatWhole:
 
 
 class ChatStream:
-    """The reply as chunks: the role first, then deltas, then why it ended, then the usage if it was asked for."""
+    """The reply as chunks: the role, then deltas, then the finish reason, then the usage if requested."""
 
     keep_alive = COMMENT
 
@@ -94,7 +94,7 @@ class ChatStream:
             if delta is not None:
                 frames.append(self._chunk(piece.index, delta, logprobs))
                 logprobs = None
-        if logprobs is not None:  # tokens that show no text yet
+        if logprobs is not None:  # tokens without text yet
             frames.append(self._chunk(piece.index, {}, logprobs))
         if piece.end is not None:
             reason = finish_reason(piece.end.reason, self._has_calls[piece.index])

@@ -1,5 +1,5 @@
-"""The chunks of OpenAI's chat and completion streams: a head that stays, a choice that changes, usage where it was
-asked for, and how a stream ends, well or not. Both streams make their frames here.
+"""Writes the chunks of OpenAI's chat and completion streams: a constant head, one choice, usage if requested, and the
+end of the stream or its error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def usage_body(totals: Totals, num_reasoning: int = 0) -> dict[str, Any]:
 
 
 class StreamUsage:
-    """What the chunks of a stream say of usage: nothing, all of it at the end, or with every chunk that so far."""
+    """The usage in a stream's chunks: none, the total at the end, or the usage so far in every chunk."""
 
     def __init__(self, run: GenerationRun, options: StreamOptions | None):
         self._run = run
@@ -39,7 +39,7 @@ class StreamUsage:
         self._reasoning.add(piece)
 
     def field(self) -> dict[str, Any]:
-        """To be added to a chunk."""
+        """The usage field of a chunk, empty if none is due."""
         if not self.at_end:
             return {}
         so_far = Totals(sum(map(len, self._run.job.prompts)), 0, self._num_tokens)

@@ -1,4 +1,4 @@
-"""`/v1/completions`: raw text goes on. Several prompts and several samples of each are one reply."""
+"""Replies of `/v1/completions`: raw text is continued. All samples of all prompts form one reply."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CompletionWhole:
     async def body(self) -> dict[str, Any]:
         totals = self._run.totals
         if self._body.max_tokens == 0:
-            totals.completion_tokens = 0  # the one token that had to be sampled is not shown
+            totals.completion_tokens = 0  # the engine samples at least one token, which is not shown
         return {
             "id": new_id("cmpl-"),
             "object": "text_completion",
@@ -75,7 +75,7 @@ class CompletionWhole:
             num_prompt = len(prompt) if body.echo else 0
             logprobs = await CompletionLogprobs(tokenizer, skip_special).whole_body(tokens, ids, num_prompt)
         reason = "length" if only_prompt else whole.end.reason
-        asked = body.prompt_logprobs is not None and index % n == 0  # once for each prompt
+        asked = body.prompt_logprobs is not None and index % n == 0  # once per prompt
         shown = await prompt_field(scores, tokenizer) if asked else {}
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **shown}
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: the pooled hidden states of texts, as numbers or in base64."""
+"""`/v1/embeddings`: the pooled hidden states of texts, as numbers or base64."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class EmbeddingsBody(Service):
     )
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    pooling: Literal["mean", "last"] | None = None  # None: the model's own, or --pooling
-    normalize: bool | None = None  # None: as the model says
+    pooling: Literal["mean", "last"] | None = None  # None: --pooling, or the model's files
+    normalize: bool | None = None  # None: the model's files
     user: str | None = None
 
 
@@ -50,7 +50,7 @@ def embeddings_router(server: Server) -> APIRouter:
         server.generation.check_samples(len(texts), 1)
         prompts = [await server.chat.encode(text) for text in texts]
         rule = choose_pooling(await own.get(), server.config.model.pooling, body.pooling, body.normalize)
-        # The one token that ends the prompt's last step is sampled all the same, and shown to nobody.
+        # The step that ends the prompt samples one token, which is not part of the reply.
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=rule.kind)
         run = await server.generation.open(job_of(request, body, prompts, params))
         whole = EmbeddingsWhole(run, model, body, rule)
@@ -60,7 +60,7 @@ def embeddings_router(server: Server) -> APIRouter:
 
 
 class OwnPooling:
-    """The rule in the model's files, read when it is first asked for."""
+    """The pooling rule in the model's files, read at first use."""
 
     def __init__(self, files: ModelFiles):
         self._files = files

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms OpenAI's APIs have for them."""
+"""Log-probabilities in the two forms of OpenAI's APIs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _finite(value: float) -> float:
 
 
 def _spelled(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token's text; of one that is no text by itself its bytes, as OpenAI's API spells them: `bytes:\\xe2\\x82`."""
+    """A token's text, or its bytes as OpenAI's API spells them, `bytes:\\xe2\\x82`, if it is no valid text alone."""
     own = tokenizer.token_bytes(token_id)
     try:
         return own.decode("utf-8")
@@ -45,12 +45,12 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict
 
 
 async def whole_chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The same of a whole reply, which may be long."""
+    """`chat_logprobs` of a whole reply, in slices between which the event loop runs."""
     return {"content": await _entries_json(tokens, tokenizer), "refusal": None}
 
 
 async def prompt_field(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-    """A choice's field for the prompt: one entry per token, the first of which has no probability."""
+    """A choice's field for the prompt: one entry per token; the first token has no probability."""
     return {"prompt_logprobs": await _entries_json([None, *tokens], tokenizer)}
 
 
@@ -62,13 +62,14 @@ async def _entries_json(tokens: Sequence[TokenLogprobs | None], tokenizer: Token
 
 
 def _at_a_time(tokens: Sequence[TokenLogprobs | None]) -> int:
-    """Tokens whose entries take some milliseconds."""
+    """The number of tokens whose entries take a few milliseconds to encode."""
     num_top = len(tokens[-1].top_ids) if tokens and tokens[-1] is not None else 0
     return max(1, ENTRIES_AT_A_TIME // (1 + num_top))
 
 
 class CompletionLogprobs:
-    """Lists side by side, and where each token's text begins. One per choice: the offsets go on from chunk to chunk."""
+    """Parallel lists of tokens, log-probabilities and text offsets. One object per choice: offsets continue across
+    chunks."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool):
         self._tokenizer = tokenizer
@@ -76,7 +77,7 @@ class CompletionLogprobs:
         self._offsets = TextOffsets(tokenizer, skip_special)
 
     def body(self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int]) -> dict[str, Any]:
-        """`tokens` and `ids` side by side; the first token of a prompt has an id but no probability."""
+        """The lists for parallel `tokens` and `ids`. A prompt's first token has an id and no probability."""
         texts, offsets, chosen, tops = [], [], [], []
         for token, token_id in zip(tokens, ids, strict=True):
             texts.append(_spelled(token_id, self._tokenizer))
@@ -88,8 +89,8 @@ class CompletionLogprobs:
     async def whole_body(
         self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int], num_prompt: int
     ) -> dict[str, Any]:
-        """`body` of a whole sample, in parts. `num_prompt`: how many of the tokens are an echoed prompt, whose text
-        ends before that of the output begins."""
+        """`body` of a whole sample, in slices. `num_prompt`: tokens of an echoed prompt, whose text ends before the
+        output's text begins."""
         parts: dict[str, list[Any]] = self.body([], [])
         at_a_time, begin = _at_a_time(tokens), 0
         while begin < len(tokens):
@@ -111,8 +112,8 @@ class CompletionLogprobs:
 
 
 class TextOffsets:
-    """The character of a text at which each of its tokens begins. All tokens that share a character begin at it; a
-    token that is not shown begins where the next one does."""
+    """The character offset at which each token begins. Tokens that share a character begin at it; a token without text
+    begins at the next token's offset."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, start: int = 0):
         self._tokenizer, self._skip_special = tokenizer, skip_special
@@ -124,7 +125,7 @@ class TextOffsets:
         is_shown = bool(self._tokenizer.shown_ids((token_id,), self._skip_special))
         own = self._tokenizer.token_bytes(token_id) if is_shown else b""
         unfinished, _ = self._utf8.getstate()
-        # A character that this token does not continue stays unfinished: it is shown as one U+FFFD before the token.
+        # An incomplete character that this token does not continue is one U+FFFD before the token.
         is_broken = bool(unfinished and own) and not 0x80 <= own[0] < 0xC0
         offset = self._num_chars + is_broken
         self._num_chars += len(self._detokenizer.push((token_id,)))
@@ -132,6 +133,6 @@ class TextOffsets:
         return offset
 
     def finish(self) -> int:
-        """How many characters the text has."""
+        """The text's length in characters."""
         self._num_chars += len(self._detokenizer.finish())
         return self._num_chars

@@ -1,4 +1,5 @@
-"""`/v1/responses`: create (whole or streamed), get, delete, input items. Each key sees only what it stored itself."""
+"""Routes of `/v1/responses`: create (whole or streamed), get, delete, input items. A key sees only its own
+responses."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def responses_router(server: Server) -> APIRouter:
 
 
 def _list_body(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """The first `limit` items, or those that follow the one named `after`."""
+    """A list of at most `limit` items, starting after the item `after` if given."""
     places = [place for place, item in enumerate(items) if item["id"] == after]
     if after is not None and not places:
         raise ApiError(400, "invalid_value", f"There is no item {after[:100]!r} in this response.", "after")
@@ -97,4 +98,4 @@ def _list_body(items: list[dict[str, Any]], limit: int, after: str | None) -> di
 
 
 def owner_of(request: Request) -> str:
-    return str(request.state.owner)  # as the gate knows the caller
+    return str(request.state.owner)  # set by the gate

@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`. Fields we know and do not need are accepted."""
+"""The body of `/v1/responses`. Known fields without a function here are accepted and ignored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class InputPart(Body):
 
 
 class InputItem(Body):
-    """A message, a call, its result or earlier reasoning; which fields it needs follows from its type."""
+    """A message, a call, a call's result or earlier reasoning. Its type decides which fields are required."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: Name | None = None
@@ -62,7 +62,7 @@ class ResponseTool(Body):
     parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
-    tools: Annotated[Items[ResponseTool], Field(max_length=4096)] | None = None  # of a namespace
+    tools: Annotated[Items[ResponseTool], Field(max_length=4096)] | None = None  # functions of a namespace
 
 
 class NamedResponseTool(Body):
@@ -115,7 +115,7 @@ class ResponsesBody(Sampling):
     metadata: JsonObject | None = None
     background: Literal[False] | None = None
     chat_template_kwargs: JsonObject | None = None
-    # Accepted, without effect here:
+    # Accepted and ignored:
     include: Items[str] | None = None
     max_tool_calls: int | None = None
     truncation: Literal["auto", "disabled"] | None = None

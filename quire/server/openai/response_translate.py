@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` in our own words: items become messages, flat tools become functions."""
+"""Translates bodies of `/v1/responses`: items to messages, flat tools to functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def items_of(body: ResponsesBody) -> list[InputItem]:
 
 
 def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversation:
-    """`messages`: the earlier conversation and the new input. Instructions hold for this call only."""
+    """The conversation of a body. `messages`: the earlier conversation and the new input. Instructions apply to this
+    call only."""
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -53,12 +54,12 @@ def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversatio
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """What the model calls a function: one in a namespace is known by both names."""
+    """The model's name of a function, which includes its namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 def namespaced(tools: Iterable[ResponseTool]) -> dict[str, tuple[str, str]]:
-    """The model's names of functions in namespaces, and the two parts of each."""
+    """Maps the model's names of functions in namespaces to namespace and name."""
     spaces = [tool for tool in tools if tool.type == "namespace" and tool.name is not None]
     return {
         full_name(space.name, tool.name): (space.name, tool.name)  # type: ignore[misc]
@@ -69,7 +70,7 @@ def namespaced(tools: Iterable[ResponseTool]) -> dict[str, tuple[str, str]]:
 
 
 def _tools_of(tools: Iterable[ResponseTool]) -> dict[str, dict[str, Any]]:
-    """The functions, those in namespaces too, by where they stand."""
+    """All functions, including those in namespaces, by their place in the body."""
     found: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
@@ -111,7 +112,7 @@ def _output_of(body: ResponsesBody) -> GrammarSpec | None:
 
 
 def messages_of(items: list[InputItem]) -> list[Message]:
-    """Calls that follow one another, and the text before them, are one assistant message for a template."""
+    """The messages of items. Consecutive calls and the text before them become one assistant message."""
     messages: list[Message] = []
     reasoning = ""
     for index, item in enumerate(items):
@@ -167,7 +168,7 @@ def _not_text(part: InputPart, where: str) -> ApiError:
 
 
 def stored_items(items: list[InputItem]) -> list[dict[str, Any]]:
-    """The input as `input_items` lists it: each with an id, text as parts."""
+    """The input as listed by `input_items`: each item with an id, text as parts."""
     prefixes = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
     shown = []
     for item in items:

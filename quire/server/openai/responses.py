@@ -1,4 +1,4 @@
-"""Replies of `/v1/responses`: a list of output items, whole or as events in the order the API prescribes."""
+"""Replies of `/v1/responses`: output items, whole or as events in the API's order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
 
 class ResponseState:
-    """One response under way: its blocks are its output items."""
+    """The state of one response, whose content blocks are its output items."""
 
     def __init__(self, run: GenerationRun, model: str, body: ResponsesBody, tokenizer: Tokenizer):
         self.run = run
@@ -37,8 +37,8 @@ class ResponseState:
         self._ids: dict[int, str] = {}
         self._call_ids: dict[int, str] = {}
         self._logprobs: list[dict[str, Any]] = []
-        self._num_told = 0  # of the logprobs, with the deltas of a stream
-        self._cut: ContentBlock | None = None  # the item that the end of the response broke off
+        self._num_told = 0  # logprobs already sent with deltas
+        self._cut: ContentBlock | None = None  # the item that was incomplete at the end
 
     def feed(self, pieces: Iterable[Piece]) -> list[BlockChange]:
         changes: list[BlockChange] = []
@@ -51,7 +51,7 @@ class ResponseState:
         return changes
 
     def close(self) -> list[BlockChange]:
-        """Nothing more comes: the item that is open ends here, as it is."""
+        """End the open item at the end of the output."""
         changes = self.blocks.finish()
         if changes and self.status != "completed":
             self._cut = changes[-1].block
@@ -61,7 +61,7 @@ class ResponseState:
         return "incomplete" if block is self._cut or not block.is_whole else "completed"
 
     def fresh_logprobs(self) -> list[dict[str, Any]]:
-        """Those that no delta has told yet."""
+        """Logprobs that no delta has sent yet."""
         fresh = self._logprobs[self._num_told :]
         self._num_told = len(self._logprobs)
         return fresh
@@ -86,7 +86,7 @@ class ResponseState:
         return {"id": self.item_id(block), "type": "message", "status": status, "role": "assistant", "content": parts}
 
     def call_name(self, block: ContentBlock) -> dict[str, str]:
-        """A function in a namespace is told apart from it again."""
+        """The name fields of a call, with the namespace separated again."""
         if block.name not in self._namespaced:
             return {"name": block.name}
         namespace, name = self._namespaced[block.name]
@@ -145,8 +145,7 @@ class ResponseState:
         }
 
     def answer(self) -> dict[str, Any]:
-        """The answer as a message, for a conversation that goes on from here. A call that broke off is left out: it
-        was not made."""
+        """The answer as a message of the stored conversation, without an incomplete call."""
         texts = [block.text for block in self.blocks.all if block.kind == "text"]
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
         calls = [
@@ -175,7 +174,7 @@ class ResponseWhole:
 
 
 class ResponseStream:
-    """Created, in progress; for each item: added, its parts, done; then how it all ended."""
+    """Events: created, in progress; added, parts and done for each item; then completed, incomplete or failed."""
 
     keep_alive = COMMENT
 
@@ -192,7 +191,7 @@ class ResponseStream:
 
     async def finish(self) -> bytes:
         last = b"".join(map(self._change, self._state.close()))
-        await self._store(self._state)  # first, so that whoever reads the last event finds it stored
+        await self._store(self._state)  # before the last event, after which a client may request it
         return last + self._event(f"response.{self._state.status}", response=self._state.body())
 
     def fail(self, error: ApiError) -> bytes:

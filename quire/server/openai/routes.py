@@ -1,4 +1,4 @@
-"""OpenAI's routes for models, chat and completions: validate, open a run, answer whole or as a stream."""
+"""OpenAI's routes for models, chat and completions: validate, open a run, reply whole or as a stream."""
 
 from __future__ import annotations
 

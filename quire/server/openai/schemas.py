@@ -1,4 +1,4 @@
-"""The bodies OpenAI's clients send to the chat and completion routes. Fields we know and do not need are accepted."""
+"""Bodies of OpenAI's chat and completion routes. Known fields without a function here are accepted and ignored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JsonObject = dict[str, Any]
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # the usage so far with every chunk
+    continuous_usage_stats: bool = False  # every chunk has the usage so far
     include_obfuscation: bool | None = None
 
 
@@ -47,7 +47,7 @@ class ChatMessage(Body):
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    # What our own and others' replies hold, sent back as it came:
+    # Fields of replies, accepted because clients send messages back unchanged:
     refusal: str | None = None
     annotations: Items[JsonObject] | None = None
     audio: JsonObject | None = None
@@ -88,11 +88,11 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """Output that must match something OpenAI's API has no field for. Exactly one of these."""
+    """Constraints on the output without a field in OpenAI's API. Exactly one must be set."""
 
     json_: Annotated[JsonObject | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: Annotated[Items[str], Field(min_length=1, max_length=1024)] | None = None  # the grammar engine takes 2000
+    choice: Annotated[Items[str], Field(min_length=1, max_length=1024)] | None = None  # engine limit: 2000
     grammar: str | None = None
 
 
@@ -100,7 +100,7 @@ class OpenAISampling(Sampling):
     model: Name | None = None
     stop: Stop | None = None
     n: int | None = None
-    prompt_logprobs: int | None = None  # how many alternatives beside each token of the prompt
+    prompt_logprobs: int | None = None  # number of alternatives per prompt token
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -120,9 +120,9 @@ class ChatBody(OpenAISampling):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
-    thinking_budget: Annotated[int, Field(ge=0)] | None = None  # tokens of reasoning after which it is ended
+    thinking_budget: Annotated[int, Field(ge=0)] | None = None  # reasoning tokens after which reasoning is closed
     chat_template_kwargs: JsonObject | None = None
-    # Accepted, without effect here:
+    # Accepted and ignored:
     metadata: JsonObject | None = None
     store: bool | None = None
     service_tier: str | None = None

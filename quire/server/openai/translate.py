@@ -1,4 +1,4 @@
-"""OpenAI's bodies in our own words: sampling parameters, messages in the form templates know, output formats."""
+"""Translates OpenAI's bodies: sampling parameters, messages to the form of chat templates, output formats."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def output_param(structured: StructuredOutputs | None, rival: str = "response_fo
 def structured_grammar(
     grammar: GrammarSpec | None, structured: StructuredOutputs | None, rival: str
 ) -> GrammarSpec | None:
-    """What `structured_outputs` asks for; `grammar` is what the field `rival` did."""
+    """The grammar of `structured_outputs`, or `grammar`, which comes from the field `rival`. Refuses both together."""
     if structured is None:
         return grammar
     ways: list[GrammarSpec] = [] if grammar is None else [grammar]

@@ -1,7 +1,6 @@
-"""The last requests, for the page's request view: what came in, how it ended, and where its time went.
+"""The history of recent requests for the page's request view: input, outcome and times.
 
-The gate writes one log line per reply, and that line holds all a record needs; so the history reads along with the log
-and the routes need not know of it.
+The gate writes one log line per reply, which holds all fields of a record, so the history is filled from the log.
 """
 
 from __future__ import annotations
@@ -14,19 +13,20 @@ from typing import Any
 from quire.server.logs import Log
 
 KEPT = 200
-# The tokens and times of a record; a reply that generated nothing has none of them.
+# Token counts and times of a record, which only replies of generating routes have.
 MEASURES = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "first_token_seconds")
 
 
 class History:
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
-        self._records: deque[tuple[bytes | None, int, dict[str, Any]]] = deque(maxlen=KEPT)  # caller, its number there
+        # Caller, the record's number among those of the caller, record.
+        self._records: deque[tuple[bytes | None, int, dict[str, Any]]] = deque(maxlen=KEPT)
         self._num_added = 0
-        self._num_of: Counter[bytes | None] = Counter()  # by caller: as many as there are keys
+        self._num_of: Counter[bytes | None] = Counter()  # records by caller; bounded by the number of keys
 
     def add(self, reply: Mapping[str, Any], caller: bytes | None = None) -> None:
-        """From the fields of a reply's log line. Only calls of the API count, not probes nor the page itself."""
+        """Add a record from the fields of a reply's log line. Probes and the page's own requests are ignored."""
         if reply.get("method") != "POST" or not str(reply.get("path", "")).startswith("/v1/"):
             return
         self._num_added += 1
@@ -36,13 +36,13 @@ class History:
         self._records.append((caller, self._num_of[caller], numbered))
 
     def since(self, seq: int) -> list[dict[str, Any]]:
-        """All that came after the record with that number, oldest first."""
+        """All records after that number, oldest first."""
         if seq >= self._num_added:
             return []
         return [record for _, _, record in self._records if record["seq"] > seq]
 
     def since_of(self, caller: bytes | None, seq: int) -> list[dict[str, Any]]:
-        """The same of one caller only, by its own numbers: those of all would tell how many others there were."""
+        """The records of one caller by its own numbers, because global numbers reveal the number of other requests."""
         if caller is None:
             return []
         own = [(number, record) for by, number, record in self._records if by == caller]
@@ -50,7 +50,7 @@ class History:
 
 
 class RememberingLog(Log):
-    """Passes every line on, and remembers the replies, also where the log's level hides them."""
+    """Forwards every line and records the replies, including those below the log's level."""
 
     def __init__(self, log: Log, history: History):
         super().__init__()
@@ -58,6 +58,6 @@ class RememberingLog(Log):
 
     def write(self, level: str, event: str, **fields: Any) -> None:
         if event == "reply":
-            caller = fields.pop("caller", None)  # of no use in a line of the log
+            caller = fields.pop("caller", None)  # for the history only, not for the log
             self._history.add(fields, caller)
         self._log.write(level, event, **fields)

@@ -1,11 +1,11 @@
-"""What the page sees of the engine while it runs: a feed of server-sent events, two a second for each viewer.
+"""The page's live feed of the engine: server-sent events, two per second and viewer.
 
-With keys configured the whole of it is the operator's, whose key is the admin key; any other viewer gets its own
-requests and whether the server is well, nothing that depends on others.
+With keys configured, the complete feed needs the admin key. Other viewers get their own requests and the server's
+health, and nothing that depends on other callers.
 
-A sample holds counters as they stand; the page makes rates of them. Samples are taken all the time and kept for a few
-minutes, so a viewer costs nothing, and whoever opens the page sees what has been. The shapes of single steps come from
-the engine itself and are passed on as they are.
+A sample holds counters, from which the page computes rates. Samples are taken continuously and kept for five minutes,
+so that a new viewer sees the recent past at no cost. The shapes of steps come from the engine and are forwarded
+unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_VIEWERS = 16
 MAX_OPEN = 50  # open requests shown
 TTFT, TPOT = "quire_ttft_seconds_bucket", "quire_tpot_seconds_bucket"
 FAILURES, HANGUPS = "quire_failures_total", "quire_disconnects_total"
-# Where the bucket with that upper bound stands.
+# Index of the bucket by its upper bound.
 PLACES = {
     TTFT: {bound: place for place, bound in enumerate((*SECONDS, math.inf))},
     TPOT: {bound: place for place, bound in enumerate((*TOKEN_SECONDS, math.inf))},
@@ -47,7 +47,7 @@ class LiveFeed:
     def __init__(self, server: Server, history: History, clock: Callable[[], float] = time.time):
         self._server, self._history, self._clock = server, history, clock
         self._metrics = server.metrics.registry.restricted_registry([TTFT, TPOT, FAILURES, HANGUPS])
-        # With the time of each, and written already: as dictionaries five minutes of them would be three megabytes.
+        # Time and JSON text of each sample: as dictionaries five minutes of them take three megabytes.
         self._samples: deque[tuple[float, msgspec.Raw]] = deque(maxlen=KEPT)
         self._steps: deque[StepShape] = deque(maxlen=KEPT_STEPS)
         self._num_viewers = 0
@@ -64,12 +64,12 @@ class LiveFeed:
             await asyncio.sleep(TICK)
 
     def shows_all(self, key: str | None) -> bool:
-        """To the admin key, and to anybody where no keys are configured at all."""
+        """Whether the viewer gets the complete feed: with the admin key, or if no keys are configured."""
         server = self._server
         return server.admin_keys.opens(key) or not (server.keys or server.admin_keys)
 
     async def own_events(self, caller: bytes | None) -> AsyncIterator[bytes]:
-        """What concerns one caller, until it leaves or the server shuts down; None: it can't be told from others."""
+        """One caller's events until it disconnects or the server shuts down. None: the caller has no identity."""
         self._num_viewers += 1
         last_record = 0
         try:
@@ -86,7 +86,7 @@ class LiveFeed:
             self._num_viewers -= 1
 
     async def events(self) -> AsyncIterator[bytes]:
-        """All of it, until the viewer leaves or the server shuts down."""
+        """The complete feed until the viewer disconnects or the server shuts down."""
         self._num_viewers += 1
         last_time, last_record, last_step = 0.0, 0, 0
         try:
@@ -123,7 +123,7 @@ class LiveFeed:
     def _take_sample(self) -> None:
         now = round(self._clock(), 3)
         if self._samples and 0 <= now - self._samples[-1][0] < TICK * 0.8:
-            return  # the last one is fresh enough
+            return  # the last sample is recent enough
         self._take_steps()
         health = self._server.health()
         sample = {
@@ -133,19 +133,19 @@ class LiveFeed:
             **stats_body(self._server)["engine"],
             **self._read_metrics(),
         }
-        del sample["recent"]  # told step by step
+        del sample["recent"]  # sent as steps
         self._samples.append((now, msgspec.Raw(to_json(sample))))
 
     def _take_steps(self) -> None:
         recent = self._server.client.beat.recent
         last = self._steps[-1].step if self._steps else 0
-        if recent and recent[-1].step < last:  # another engine counts anew
+        if recent and recent[-1].step < last:  # a replaced engine restarts its count
             self._steps.clear()
             last = 0
         self._steps.extend(step for step in recent if step.step > last)
 
     def _read_metrics(self) -> dict[str, Any]:
-        """All routes together. Buckets are cumulative over their bounds, as in Prometheus, the last one is infinity."""
+        """Totals over all routes. Buckets are cumulative, as in Prometheus; the last bound is infinity."""
         buckets = {name: [0] * len(places) for name, places in PLACES.items()}
         totals = {FAILURES: 0, HANGUPS: 0}
         for family in self._metrics.collect():
@@ -157,18 +157,18 @@ class LiveFeed:
         return {"ttft": buckets[TTFT], "tpot": buckets[TPOT], "failures": totals[FAILURES], "hangups": totals[HANGUPS]}
 
     def _open(self) -> list[dict[str, Any]]:
-        """Requests under way, oldest first, without a word of what they say."""
+        """Open requests, oldest first, without any of their text."""
         return _shown(self._server.client.live.values())
 
     def _open_of(self, caller: bytes | None) -> list[dict[str, Any]]:
-        """Those of one caller: their salt begins with what stands for its key, unless callers share prefixes."""
+        """One caller's open requests: their salt begins with the caller's tenant id, unless callers share prefixes."""
         if caller is None or self._server.config.server.share_prefixes:
             return []
         return _shown(one for one in self._server.client.live.values() if one.request.salt.startswith(caller))
 
 
 def _shown(live: Iterable[LiveRequest]) -> list[dict[str, Any]]:
-    now = time.monotonic()  # the clock of arrivals
+    now = time.monotonic()  # the clock of `Request.arrival`
     return [
         {
             "id": one.request.id,

@@ -1,6 +1,6 @@
-"""The page at `/`: its files, which anyone may read, and the feed behind it, which needs the key like everything else.
+"""Routes of the page at `/`: its files, which need no key, and its feed, which needs the key like every route.
 
-The files are read once at start and served with a policy that lets them load nothing from elsewhere.
+The files are read once at start and served with a content policy that forbids loading anything from other origins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # asked for again each time, and mostly answered with 304
+    "cache-control": "no-cache",  # revalidated each time, usually with 304
 }
 
 
@@ -62,7 +62,7 @@ def load_assets(folder: Path = STATIC) -> dict[str, Asset]:
 
 
 def page_router(server: Server) -> APIRouter:
-    """None of it is in the OpenAPI document: the page is for people, and the feed is the page's own."""
+    """The page's router. Its routes are not in the OpenAPI document, because the feed is internal to the page."""
     router = APIRouter(include_in_schema=False)
     assets = load_assets()
     history = History()
@@ -88,7 +88,7 @@ def page_router(server: Server) -> APIRouter:
     async def live(request: Request) -> Response:
         feed.check_room()
         if watching.done():
-            watching.result()  # raises: a page that shows nothing must not look like an engine that does nothing
+            watching.result()  # raises its error: a broken feed must not look like an idle engine
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         if feed.shows_all(key_of(request.headers)):
             events = feed.events()

@@ -1,8 +1,8 @@
 """The HTTP process's side of text work: two worker processes, one for short tasks and one for long ones.
 
-A long task never makes a short one wait. A worker that dies is replaced; a task that killed it by its own cost is
-refused, and one that lost its worker to something else is tried once more. `InlineTextWork` does the same tasks in the
-calling process, for programs without an event loop of their own to protect.
+A long task never delays a short one. A worker that dies is replaced; a task that caused it by its own cost is refused,
+and a task that lost its worker otherwise is retried once. `InlineTextWork` runs the tasks in the calling process, for
+programs without an event loop to protect.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quire.server.textwork.process import MAX_FRAME, processor_seconds
 from quire.server.textwork.tasks import RenderChat, Result, Setup, Task, TaskRefusal, TextTasks, raise_refusal
 from quire.types import QuireError
 
-SHORT_BYTES = 64 << 10  # a larger task goes to the worker for long ones
-MAX_WAITING = 256  # tasks
+SHORT_BYTES = 64 << 10  # larger tasks go to the worker for long ones
+MAX_WAITING = 256  # waiting tasks per worker
 MAX_WAITING_BYTES = 256 << 20
 START_SECONDS = 60.0
-WALL_FACTOR, WALL_SECONDS = 8.0, 30.0  # a worker that answers nothing for so long, though it may only be slowed down
-# Deaths that a task brings about by itself: its processor time, its memory, a crash of a library that reads it.
+WALL_FACTOR, WALL_SECONDS = 8.0, 30.0  # wall-clock limit per task; the processor may be shared
+# Signals that a task causes itself: processor time, memory, a crash of a library.
 OWN_FAULT = frozenset({signal.SIGPROF, signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE})
 
 Log = Callable[..., None]
@@ -36,7 +36,7 @@ Log = Callable[..., None]
 
 class TextWork(Protocol):
     async def run(self, task: Task) -> Any:
-        """The task's result. Raises the error of a task that was refused."""
+        """The task's result. Raises the error of a refused task."""
         ...
 
     async def start(self) -> None: ...
@@ -99,7 +99,7 @@ def _encode(task: Task) -> bytes:
 
 
 class _Lane:
-    """One worker and the tasks that wait for it, first come, first served."""
+    """One worker and its queue of tasks, in order of arrival."""
 
     def __init__(self, name: str, setup: Setup, log: Log):
         self.worker: _Worker | None = None
@@ -176,7 +176,7 @@ class _Worker:
     async def start(cls, setup: Setup) -> _Worker:
         ours, theirs = socket.socketpair()
         try:
-            # A session of its own: Ctrl-C in a terminal is for the server, which closes the socket when it stops.
+            # A session of its own, so that Ctrl-C reaches only the server, which closes the socket when it stops.
             process = subprocess.Popen(
                 [sys.executable, "-m", "quire.server.textwork.process", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
@@ -213,7 +213,7 @@ class _Worker:
         return self._reader.at_eof() or self._process.poll() is not None
 
     async def run(self, payload: bytes, seconds: float) -> Result:
-        """`seconds`: of processor time, after which the worker ends itself."""
+        """Run one task. `seconds`: processor time after which the kernel ends the worker."""
         done = False
         try:
             async with asyncio.timeout(WALL_SECONDS + WALL_FACTOR * seconds):
@@ -225,7 +225,7 @@ class _Worker:
             code = await asyncio.to_thread(self._wait)
             raise _WorkerLost(code, code is not None and code < 0 and -code in OWN_FAULT) from None
         finally:
-            if not done:  # also when the caller was cancelled: the reply would be taken for the next task's
+            if not done:  # also after cancellation: the late reply would be read as the next task's
                 self.kill()
         result: Result = msgspec.msgpack.decode(reply, type=Result)
         return result
@@ -246,5 +246,5 @@ class _Worker:
         self._writer.close()
         with suppress(ProcessLookupError):
             self._process.kill()
-        # Its exit code must be read. A process that gives back a gigabyte takes a while to end: not on this thread.
+        # Reap the process in a thread: releasing a gigabyte of memory takes a while.
         asyncio.get_running_loop().run_in_executor(None, self._wait)

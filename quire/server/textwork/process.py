@@ -1,8 +1,8 @@
 """A text worker process: `python -m quire.server.textwork.process FD` serves tasks that arrive on that socket.
 
-Frames are four bytes of length and a msgpack message. The first one is the `Setup`; each one after it is a task, and
-is answered by one result. The kernel ends the process when a task takes too much processor time, whatever the code is
-doing then, and refuses it memory beyond its limit. The process leaves when its socket closes.
+A frame is four bytes of length and a msgpack message. The first frame is the `Setup`; each following one is a task and
+gets one result. The kernel ends the process when a task exceeds its processor time, and refuses memory beyond its
+limit. The process exits when its socket closes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import msgspec
 from quire.server.textwork.tasks import Result, Setup, Task, TaskRefusal, TextTasks
 
 MAX_FRAME = 1 << 30
-KEPT_MEMORY = 256 << 20  # a process that keeps more than this after a task is replaced
-BYTES_PER_SECOND = 400_000  # of a task: each second of processor time it gets beyond those of the setup
-NICE = 5  # the event loop and the engine go first: streams wait for them, and only a new request waits for this
+KEPT_MEMORY = 256 << 20  # bytes; a process that retains more after a task is replaced
+BYTES_PER_SECOND = 400_000  # task bytes per additional second of processor time
+NICE = 5  # lower priority than event loop and engine: they serve streams, a worker delays only new requests
 TOO_MUCH_MEMORY = "text_too_large"
 
 
 def processor_seconds(setup: Setup, num_bytes: int) -> float:
-    """What one task may take. Tokenizers read some megabytes a second; a template has 3 s of its own."""
+    """The processor time of one task. Tokenizers read several megabytes a second; a template has its own limit of 3
+    s."""
     return setup.seconds + num_bytes / BYTES_PER_SECOND
 
 

@@ -1,7 +1,7 @@
-"""What a text worker does: the tasks, their results, and `TextTasks`, which does them.
+"""The tasks of a text worker, their results, and `TextTasks`, which runs them.
 
-Tasks and results are typed and cross a process boundary as msgpack. A task that is refused for a reason the client can
-mend gives `TaskRefusal`, which `raise_refusal` turns into the error again on the other side.
+Tasks and results are typed and cross the process boundary as msgpack. A task refused because of the client's input
+gives a `TaskRefusal`, from which `raise_refusal` raises the error in the HTTP process.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from quire.text.template import template_for
 from quire.text.tokenizer import Tokenizer
 from quire.types import GrammarSpec, PromptTooLong, QuireError
 
-MAX_NODES = 50_000  # JSON values in one body, token ids aside
+MAX_NODES = 50_000  # JSON values in one body, excluding token ids
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a worker has to know of the model and of the server's settings."""
+    """The model and the settings that a worker needs."""
 
     kind: str
     path: str
     chat_template: str | None
-    tool_format: str | None  # None: read off the template
+    tool_format: str | None  # None: read from the template
     max_messages: int
     max_tools: int
     max_schema: int
     special_in_content: bool
-    seconds: float = 5.0  # of processor time for a task; more for one of many bytes
-    memory: int = 1 << 30  # bytes beyond what a worker has once it is set up
+    seconds: float = 5.0  # processor time per task; large tasks get more
+    memory: int = 1 << 30  # bytes a worker may add after its setup
 
     @classmethod
     def of(cls, config: Config, files: ModelFiles) -> Setup:
@@ -125,7 +125,7 @@ class FoundWords(msgspec.Struct, tag=True, frozen=True):
 
 
 class CheckedBody(msgspec.Struct, tag=True, frozen=True):
-    packed: bytes  # as `pack_body` writes it
+    packed: bytes  # written by `pack_body`
 
 
 class OutputFits(msgspec.Struct, tag=True, frozen=True):
@@ -137,8 +137,8 @@ class TaskRefusal(msgspec.Struct, tag="Refused", frozen=True):
     what: str
     hint: str | None = None
     param: str | None = None
-    status: int = 0  # of an API error; 0 for an error of the engine's kind
-    counts: tuple[int, int, bool] | None = None  # of a prompt that is too long
+    status: int = 0  # HTTP status of an ApiError; 0 for a QuireError
+    counts: tuple[int, int, bool] | None = None  # count, limit, at_least of a PromptTooLong
 
 
 Task = RenderChat | EncodeText | DecodeTokens | FindWords | CheckBody | CheckOutput
@@ -166,7 +166,7 @@ def raise_refusal(refused: TaskRefusal) -> NoReturn:
 
 @dataclass
 class TextTasks:
-    """Does tasks, one at a time, in the process it lives in."""
+    """Runs tasks one at a time in the current process."""
 
     setup: Setup
     tokenizer: Tokenizer
@@ -226,8 +226,8 @@ class TextTasks:
 
 
 def check_body(path: str, body: bytes, max_prompt: int) -> bytes:
-    """The body, validated and packed, or the error the HTTP process would answer with. A body that grows in memory, or
-    that fails after long work, stays out of that process."""
+    """The validated and packed body. Raises the error that the HTTP process answers with. Validation here keeps bodies
+    that are expensive in memory or time out of the HTTP process."""
     from quire.server.http.bodies import decode_json, pack_body, validate_body
 
     try:
@@ -244,14 +244,14 @@ def check_body(path: str, body: bytes, max_prompt: int) -> bytes:
 
 
 def _token_prompts(path: str, value: Any) -> Iterator[list[int]]:
-    """The prompts of a validated body that are given as token ids."""
+    """The prompts of a validated body that are token ids."""
     given = value.get({"/v1/completions": "prompt", "/v1/embeddings": "input"}.get(path, "")) if value else None
     if isinstance(given, list) and given:
         yield from ([given] if isinstance(given[0], int) else (one for one in given if isinstance(one, list)))
 
 
 def _num_nodes(value: Any, limit: int) -> int:
-    """How many values a decoded body holds, up to `limit`. Lists of token ids count as one value each."""
+    """The number of values in a decoded body, up to `limit`. A list of token ids counts as one value."""
     count, stack = 0, [value]
     while stack and count <= limit:
         value = stack.pop()

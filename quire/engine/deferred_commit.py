@@ -12,6 +12,8 @@ from quire.types import FinishReason, Request
 
 
 class DeferredCommit:
+    """Rows that a commit has added and whose cache updates are not done yet."""
+
     def __init__(self, cache: CacheIndex, table: RequestTable):
         self._cache = cache
         self._table = table

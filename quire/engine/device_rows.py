@@ -10,6 +10,8 @@ from quire.types.step_queue import StepQueue
 
 
 class RowPool:
+    """Free and pending-free rows of the device."""
+
     def __init__(self, num_rows: int):
         self._num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))  # a stack: low numbers first

@@ -38,6 +38,8 @@ class EngineBroken(Exception):
 
 
 class Engine:
+    """A scheduler and workers, with the loop that runs steps and recovers from failed ones."""
+
     def __init__(
         self,
         scheduler: Scheduler,

@@ -16,6 +16,8 @@ from quire.types import Request, Status
 
 
 class WaitQueue:
+    """Waiting and swapped requests, in the order of the policy."""
+
     def __init__(self, order: Order):
         self._order = order
         self._heap: list[tuple[OrderKey, int, Request]] = []

@@ -11,6 +11,8 @@ from quire.types import GrammarSpec
 
 
 class ReasoningWatch:
+    """The position of one request relative to its reasoning."""
+
     def __init__(self, spec: GrammarSpec, vocabulary: GrammarVocabulary):
         self._vocabulary = vocabulary
         self._opening, self._closing = spec.opens_reasoning, spec.after_reasoning

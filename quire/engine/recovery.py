@@ -40,6 +40,8 @@ class AllExcept:
 
 
 class Bisection:
+    """The groups of suspects after failed steps, and which of them may run now."""
+
     def __init__(self) -> None:
         self._groups: deque[list[str]] = deque()
         self._isolated: set[str] = set()  # suspects in the end of an engine process

@@ -19,6 +19,8 @@ from quire.types import Delta, FinishReason, Plan, Request, RowInit, Status
 
 
 class RequestTable:
+    """All open requests, with their queue, held requests, running list and device rows."""
+
     def __init__(self, cache: CacheIndex, num_rows: int, order: Order, clock: Callable[[], float]):
         self.requests: dict[str, Request] = {}  # every request that has not ended, by id
         self.waiting = WaitQueue(order)

@@ -34,6 +34,8 @@ FindRoom = Callable[[Request, int, Plan], tuple[int, bool]]  # request, budget, 
 
 
 class Scheduler:
+    """Plans and commits the steps of one engine."""
+
     def __init__(
         self,
         cache: CacheIndex,

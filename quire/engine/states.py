@@ -20,6 +20,8 @@ KEPT = 64  # number of recent moves that operators can read
 
 @dataclass(frozen=True, slots=True)
 class Move:
+    """One transition that was made."""
+
     name: str
     source: str
     target: str
@@ -29,11 +31,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Transition(Generic[S]):
+    """A named transition: the states it may start from, and the state it leads to."""
+
     sources: frozenset[S]
     target: S
 
 
 class StateMachine(Generic[S]):
+    """A state that changes by the transitions of a table only."""
+
     def __init__(
         self,
         initial: S,

@@ -47,6 +47,8 @@ _END = b"\n]\n"  # end of a closed trace
 
 
 class FileTracer(Tracer):
+    """A tracer that writes events to a file."""
+
     def __init__(self, path: str | Path, engine_number: int = 1):
         """`engine_number` counts the engines of one server. The first one begins the file, a later one appends to it,
         so that one trace shows all engines of the server, each as a process."""

@@ -21,6 +21,8 @@ class Ticket(Protocol):
 
 
 class Workers(Protocol):
+    """The interface of a device, or a group of devices, that runs steps."""
+
     def forward(self, plan: Plan) -> Any:
         """Start the forward pass of a step, without waiting for it where the device is asynchronous."""
         ...

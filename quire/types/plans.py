@@ -86,6 +86,8 @@ class PageWrite:
 
 
 class CopyKind(str, Enum):
+    """The direction of a copy."""
+
     DEVICE = "device"  # page to page, slot to slot (copy-on-write, snapshots)
     OUT = "out"  # device to host
     IN = "in"  # host to device

@@ -12,6 +12,8 @@ POOLINGS = ("mean", "last")
 
 @dataclass(frozen=True, slots=True)
 class PoolingRule:
+    """How vectors are pooled and normalised, and where that was decided."""
+
     kind: str  # mean, last, or a method of the model that the engine does not support
     normalize: bool  # scale vectors to length 1
     source: str  # model (its files), server (--pooling), request, or assumed

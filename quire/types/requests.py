@@ -24,6 +24,8 @@ ErrorText = Annotated[str, Meta(max_length=MAX_ERROR)]
 
 
 class FinishReason(str, Enum):
+    """Why a request ended."""
+
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the model's context
     CANCELLED = "cancelled"
@@ -32,6 +34,8 @@ class FinishReason(str, Enum):
 
 
 class Status(str, Enum):
+    """Where a request is in the scheduler."""
+
     WAITING = "waiting"  # queued; holds no row and no units
     HELD = "held"  # waits for another request that computes the same prefix
     RUNNING = "running"  # holds a row and a lease
@@ -112,6 +116,8 @@ class Request:
 
 @dataclass(slots=True)
 class Usage:
+    """Token counts of an ended request."""
+
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

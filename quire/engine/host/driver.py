@@ -22,6 +22,8 @@ GRAMMAR_WAIT_SECONDS = 0.02  # maximum wait for a grammar, during which messages
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
+    """A request to cancel one request."""
+
     request_id: str
 
 
@@ -34,6 +36,8 @@ Report = StepFault | IntegrityReport
 
 
 class Mailbox(Protocol):
+    """The source of messages and the destination of deltas and reports."""
+
     def receive(self, block: bool) -> Sequence[Message]:
         """Return the messages that have arrived. Waits for one only with `block`, and may return none even then."""
         ...
@@ -50,6 +54,8 @@ class Mailbox(Protocol):
 
 
 class EngineDriver:
+    """Runs an engine on the messages of a mailbox until it is stopped or breaks."""
+
     def __init__(self, engine: Engine, mailbox: Mailbox, grammars: GrammarQueue | None = None):
         """Without `grammars`, the queue that compiles grammars, requests with a grammar are refused."""
         self._engine = engine

@@ -22,6 +22,8 @@ _HEAD = struct.Struct("<I")
 
 
 class FlightRecorder:
+    """Writes the ids of the requests in flight to a mapped file."""
+
     def __init__(self, path: Path, max_ids: int):
         self._max_ids = max_ids
         size = _HEAD.size + max_ids * ID_BYTES

@@ -19,6 +19,8 @@ Outbox = Callable[[list[Delta]], None]
 
 
 class EngineThread:
+    """An engine that runs in its own daemon thread."""
+
     def __init__(self, engine: Engine, outbox: Outbox, grammars: GrammarQueue | None = None):
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._driver = EngineDriver(engine, _QueueMailbox(self._inbox, outbox), grammars)

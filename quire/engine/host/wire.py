@@ -113,10 +113,14 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True, frozen=True):
+    """The deltas of one or more steps."""
+
     deltas: Annotated[list[Delta], Meta(max_length=MAX_BATCH)]
 
 
 class GroupUsage(msgspec.Struct, array_like=True, frozen=True):
+    """How many cache units of one group are in use."""
+
     name: str
     num_units: int
     num_available: int  # free, or evictable from the prefix tree
@@ -158,6 +162,8 @@ class Fault(msgspec.Struct, tag="fault", array_like=True, frozen=True):
 
 
 class IntegrityReport(msgspec.Struct, tag="checked", array_like=True, frozen=True):
+    """The result of an `IntegrityCheck` with the same number; `problem` is None if all is accounted for."""
+
     number: int
     problem: Text | None
     num_requests: int

@@ -272,7 +272,7 @@ def test_what_it_can_not_do_is_refused() -> None:
         try:
             load(path, 16, DEVICE, "bfloat16", deterministic=True, **given)
         except QuireError as error:
-            assert "deterministic mode takes no" in error.what
+            assert "deterministic mode does not support" in error.what
         else:
             raise AssertionError(given)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     AfmoeConfig,
@@ -73,6 +74,8 @@ MINICPM: dict[str, Any] = {"q_lora_rank": 28, "scale_emb": 3.0, "scale_depth": 0
 # transformers changes factors with the length of what it is given; beyond 2 tokens it is the long ones, always.
 LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 2,
                         "short_factor": [1.0] * 8, "long_factor": [1.0, 1.1, 1.5, 2.0, 4.0, 9.0, 1.0, 3.0]}  # fmt: skip
+# Older versions of transformers ask a MiniCPM 3 config for a factor, which published files lack.
+KNOWS_LONGROPE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 KIMI_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -122,8 +125,8 @@ FAMILIES = [
     Family("youtu", lambda: YoutuConfig(**LATENT, q_lora_rank=28, attention_bias=True, rope_parameters=YARN)),
     Family("youtu straight", lambda: YoutuConfig(**LATENT, q_lora_rank=None, rope_interleave=False), slow=True),
     Family("minicpm3", lambda: MiniCPM3Config(**LATENT, **MINICPM)),
-    Family("minicpm3 longrope", lambda: MiniCPM3Config(**LATENT, **MINICPM, mlp_bias=True, rope_parameters=LONG),
-           slow=True),
+    *([Family("minicpm3 longrope", lambda: MiniCPM3Config(**LATENT, **MINICPM, mlp_bias=True, rope_parameters=LONG),
+              slow=True)] if KNOWS_LONGROPE else []),
     Family("ernie4_5_moe", lambda: Ernie4_5_MoeConfig(**TINY, **ERNIE), draw_sharp),
     Family("exaone_moe", lambda: ExaoneMoeConfig(**{**TINY, "num_hidden_layers": 4, "pad_token_id": 0}, head_dim=16,
                                                  sliding_window=9, num_experts=12, num_experts_per_tok=3, n_group=4,

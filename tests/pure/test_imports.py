@@ -1,46 +1,91 @@
-"""The rooms of `quire`, its first-level packages and modules, import each other without a cycle.
-
-The contracts in pyproject.toml name what a room must not import. This test finds a cycle that no contract names.
-"""
+"""Every import contract of pyproject.toml can fail: an import that it forbids, added to a copy of `quire`, breaks it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from graphlib import CycleError, TopologicalSorter
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
-import grimp
 import pytest
 
-ROOT = "quire"
+ROOT = Path(__file__).resolve().parents[2]
+LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+FLOORS = "every room has a floor, and imports go down"
+FORBIDDEN = [  # contract, importing module, imported module
+    (FLOORS, "quire.chaos.gate", "quire.cli.main"),
+    (FLOORS, "quire.bench.stats", "quire.chaos.report"),
+    (FLOORS, "quire.edge", "quire.runtime.store"),
+    (FLOORS, "quire.types.plans", "quire.config"),
+    (
+        "startup: what builds an engine is above what it is built from",
+        "quire.startup.defaults",
+        "quire.startup.assemble",
+    ),
+    ("no cycles between the modules of these rooms", "quire.cache.lease", "quire.cache.index"),
+    ("the server: reaches the engine through its client alone", "quire.server.state", "quire.engine.scheduler"),
+    (
+        "models and layers know nothing of cache, engine and runtime, and kernels know no layers' modules",
+        "quire.sampling.rows",
+        "quire.cache.memory",
+    ),
+    ("the client: knows the engine's wire and states, not its computation", "quire.client.link", "quire.kernels.table"),
+    ("the cache index: knows types and config alone", "quire.cache.tree", "quire.text.stream"),
+    (
+        "the runtime: knows of the engine only the protocol that it implements",
+        "quire.runtime.rows",
+        "quire.engine.chunking",
+    ),
+    ("rooms without torch", "quire.cache.tree", "torch"),
+]
 
 
-def rooms() -> dict[str, set[str]]:
-    """For each room the rooms that its modules import, also inside functions and for type checking only."""
-    graph = grimp.build_graph(ROOT, cache_dir=None)
-    found = sorted(graph.find_children(ROOT))
-    for room in found:
-        graph.squash_module(room)
-    return {room: graph.find_modules_directly_imported_by(room) & set(found) - {room} for room in found}
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package and of the contracts."""
+    folder = tmp_path_factory.mktemp("imports")
+    shutil.copytree(ROOT / "quire", folder / "quire", ignore=shutil.ignore_patterns("__pycache__", "src", "static"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
 
 
-def cycle(imports: Mapping[str, set[str]]) -> list[str]:
-    """The rooms along one cycle, the first one repeated at the end; empty if there is none."""
+def lint(tree: Path) -> tuple[int, str]:
+    """The exit code and the report of `lint-imports` in this folder, with all white space as single blanks."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-c", LINT, "--no-cache"]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.parametrize(("contract", "importer", "imported"), FORBIDDEN)
+def test_a_contract_breaks(tree: Path, contract: str, importer: str, imported: str) -> None:
+    path = tree / (importer.replace(".", "/") + ".py")
+    source = path.read_text(encoding="utf-8")
+    path.write_text(f"{source}\nimport {imported}\n", encoding="utf-8")
     try:
-        TopologicalSorter(imports).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
+        code, report = lint(tree)
+    finally:
+        path.write_text(source, encoding="utf-8")
+    assert code == 1 and f"{contract} BROKEN" in report, report
 
 
-def test_rooms_import_each_other_without_a_cycle() -> None:
-    found = rooms()
-    assert len(found) > 15 and found["quire.cache"] >= {"quire.types", "quire.config"}
-    # graphlib takes edges to predecessors, so it names a cycle from the imported room to the importing one.
-    assert not cycle(found), " <- ".join(cycle(found))
+def test_a_room_without_a_floor_breaks_the_contract(tree: Path) -> None:
+    room = tree / "quire" / "attic.py"
+    room.touch()
+    try:
+        code, report = lint(tree)
+    finally:
+        room.unlink()
+    assert code == 1 and f"{FLOORS} BROKEN" in report and "attic" in report, report
 
 
-@pytest.mark.parametrize(("room", "imported"), [("quire.types", "quire.cli"), ("quire.bench", "quire.chaos")])
-def test_a_cycle_is_found(room: str, imported: str) -> None:
-    found = rooms()
-    found[room] = found[room] | {imported}
-    assert {room, imported} <= set(cycle(found))
+def test_every_contract_is_kept_and_has_a_test(tree: Path) -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    assert {contract["name"] for contract in contracts} == {contract for contract, _, _ in FORBIDDEN}
+    code, report = lint(tree)
+    assert code == 0 and f"{len(contracts)} kept, 0 broken" in report, report

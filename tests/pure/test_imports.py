@@ -1,4 +1,4 @@
-"""Every import contract of pyproject.toml can fail: an import that it forbids, added to a copy of `quire`, breaks it."""
+"""Every import contract of pyproject.toml can fail: a forbidden import in a copy of `quire` breaks it."""
 
 from __future__ import annotations
 

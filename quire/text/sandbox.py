@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import wraps
+from types import GeneratorType
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 MAX_REPEATED = 1 << 20  # items or characters a product may have
 MAX_TEXT = 1 << 26  # characters a text built from others may have
@@ -27,7 +29,10 @@ MAX_TURNS = 5_000_000  # loop iterations and macro calls in one rendering
 MAX_SECONDS = 3.0
 # The variable that holds the budget. The name is no identifier, so no template can read or replace it.
 BUDGET = "quire budget"
+# The filter that concatenation applies to its parts; no template can name it.
+_PLAIN_TEXT = "quire text"
 _PADDED = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
+_GROWING = frozenset({"append", "extend", "insert", "pop"})  # of lists that the template wrote itself
 _WIDTH = re.compile(r"[0-9]{6,}|\*")  # in a format: excessive padding, or a width taken from an argument
 
 
@@ -44,6 +49,13 @@ class _GenerationTag(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
+
+
+class _OwnList(list[Any]):
+    """A list that the template wrote, which it may change. Lists of its inputs are never of this type."""
+
+    def __add__(self, other: Any) -> _OwnList:
+        return _OwnList(super().__add__(other))
 
 
 class RenderBudget:
@@ -76,6 +88,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         budget: RenderBudget = context.parent[BUDGET]
         return budget()
 
+    def own_list(self, items: list[Any]) -> list[Any]:
+        """The list that a template's literal makes. `_own_lists` inserts calls of this method into the template."""
+        return _OwnList(items)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, _OwnList) and attr in _GROWING:
+            return True
+        return super().is_safe_attribute(obj, attr, value)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             if hasattr(left, "__len__") and hasattr(right, "__len__") and len(left) + len(right) > MAX_TEXT:
@@ -97,6 +118,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, _OwnList) and name in _GROWING:
+            added = len(args[0]) if name == "extend" and args and hasattr(args[0], "__len__") else 1
+            if len(owner) + added > MAX_REPEATED:
+                raise OverflowError("a list is too long")
+            if name == "extend" and args and not hasattr(args[0], "__len__"):
+                raise OverflowError("a list is extended by something of unknown length")
         if isinstance(owner, str):
             if name in _PADDED and any(isinstance(arg, int) and arg > MAX_WIDTH for arg in args):
                 raise OverflowError(f"{name} is too wide")
@@ -114,8 +141,11 @@ def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Templat
     sandbox.globals["strftime_now"] = lambda form: now().strftime(form)
     for name in ("center", "indent", "wordwrap", "format"):
         sandbox.filters[name] = _narrow(sandbox.filters[name])
+    sandbox.filters[_PLAIN_TEXT] = _plain_text
     tree = sandbox.parse(source)
     _count_turns(tree)
+    if any(f".{name}(" in source for name in _GROWING):
+        _own_lists(tree)
     return sandbox.from_string(tree)
 
 
@@ -133,7 +163,24 @@ def _count_turns(tree: nodes.Template) -> None:
 
 
 def _as_text(node: nodes.Expr) -> nodes.Expr:
-    return nodes.Filter(node, "string", [], [], None, None, lineno=node.lineno)
+    return nodes.Filter(node, _PLAIN_TEXT, [], [], None, None, lineno=node.lineno)
+
+
+def _plain_text(value: Any) -> str:
+    """Text without the mark of the filter `safe`, which would make the sum escape its other parts as HTML."""
+    return str.__str__(value) if isinstance(value, str) else str(value)
+
+
+def _own_lists(tree: nodes.Template) -> None:
+    """Let the template's own lists grow. Some templates collect in them, which the sandbox refuses for other lists."""
+
+    class Lists(NodeTransformer):
+        def visit_List(self, node: nodes.List) -> nodes.Node:
+            self.generic_visit(node)
+            own = nodes.EnvironmentAttribute("own_list")
+            return nodes.Call(own, [node], [], None, None).set_lineno(node.lineno)
+
+    Lists().visit(tree)
 
 
 def _narrow(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,4 +209,18 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON. Jinja's own filter escapes <, > and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_as_list,
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    """The items that a filter such as `map` gives one by one."""
+    if isinstance(value, GeneratorType):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} can't be written as JSON")

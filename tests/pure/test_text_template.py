@@ -306,3 +306,27 @@ def test_a_model_without_a_template() -> None:
         template_for(tokenizer_with(None))
     assert caught.value.code == "no_chat_template"
     assert "--raw" in str(caught.value) and "--chat-template" in str(caught.value)
+
+
+# -- what real templates do that a plain sandbox refuses
+
+
+def test_a_template_may_collect_in_its_own_lists_only() -> None:
+    source = "{% set ns = namespace(ids=[]) %}{% set _ = ns.ids.append('a') %}{% set _ = ns.ids.extend(['b', 'c']) %}"
+    assert template(source + "{{ ns.ids.pop(0) }}{{ ns.ids | join }}{{ (['d'] + ns.ids) | length }}").render(
+        [USER]
+    ) == ("abc3")
+    for change in ("messages.append(1)", "[].append(1) or messages.pop()", "tools.extend([1])"):
+        with pytest.raises(QuireError, match="unsafe"):
+            template("{{ " + change + " }}").render([USER], tools=[{"a": 1}])
+    grow = "{% set own = [0] %}{% for i in range(40) %}{% set _ = own.extend(own) %}{% endfor %}"
+    assert "too long" in error_of(grow).what
+
+
+def test_concatenation_does_not_escape_what_stands_beside_safe_text() -> None:
+    assert template("{{ '<a>' ~ ('<b>' | safe) ~ '</a>' }}").render([USER]) == "<a><b></a>"
+
+
+def test_json_of_what_a_filter_gives_one_by_one() -> None:
+    assert template("{{ messages | map(attribute='role') | tojson }}").render([USER]) == '["user"]'
+    assert "can't be written as JSON" in error_of("{{ raise_exception | tojson }}").what

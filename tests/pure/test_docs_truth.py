@@ -21,6 +21,7 @@ from tests.pure.test_cli_hints import OPENS_MODELS, parsers
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+SENTENCES = " ".join(README.split())  # without line ends
 FOREIGN = {"--index-url"}  # of pip
 
 
@@ -75,9 +76,9 @@ def test_the_cpu_build_meets_the_pin() -> None:
 
 
 def test_the_types_that_stay_in_their_blocks_are_named() -> None:
-    sentence = re.search(r"stay in their own blocks where these are ([^,]*(?:, [^,]*)*?), and in their", README)
+    sentence = re.search(r"stay in their own blocks where these are ([^,]*(?:, [^,]*)*?), and in their", SENTENCES)
     assert sentence is not None
-    floats = re.search(r"own floats where they are (\w+) or (\w+)", README)
+    floats = re.search(r"own floats where they are (\w+) or (\w+)", SENTENCES)
     assert floats is not None
     blocks = set(re.findall(r"Q\d_\d", sentence[1]))
     assert blocks | set(floats.groups()) == set(FORMS)
@@ -87,7 +88,7 @@ def test_the_trace_is_where_it_is_said_to_be() -> None:
     knob = knobs()["trace"]
     has = {name for name, parser in parsers().items() if any(a.help == knob.help for a in parser._actions)}
     assert has == set(OPENS_MODELS)
-    assert "`--trace FILE` with `run`, `chat`, `serve` and the benchmarks that load a model" in README
+    assert "`--trace FILE` with `run`, `chat`, `serve` and the benchmarks that load a model" in SENTENCES
     assert "--trace" in _option_strings(parsers()["bench online"])
 
 

@@ -107,9 +107,9 @@ Tested:
 
 """
 MORE = """
-All other causal types of transformers run in the slow suite with small configs (`families/test_more_types.py`). They
-give the logits of transformers, and the same tokens with prompts in chunks and over a warm prefix, or are refused in
-one line. Of those above and others these were right: {}.
+All other causal types of transformers run in the slow suite with small configs
+(`tests/cpu/families/test_more_types.py`). They give the logits of transformers, and the same tokens with prompts in
+chunks and over a warm prefix, or are refused in one line. Of those above and others these were right: {}.
 """
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from quire.kernels.native.building import LIBRARY, SOURCES, source_digest
+from quire.kernels.native.hooks import AdaptersDesc, HookFailed, ReductionDesc
 
 ISAS = ("avx512", "avx2", "portable")  # best first
 FORMS = {"F32": 0, "F16": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
@@ -28,6 +29,7 @@ ACTIVATIONS = {
 BLOCK = 32  # columns of a block
 MAX_GROUP = 64  # maximum query heads per KV head in the attention kernel
 MAX_MEMBERS = 16  # maximum of `Routing.group_members`
+HOOK_FAILED = 2  # the error code of a call that a hook ended
 HOW_TO_BUILD = "install a C++ compiler (Debian: apt-get install g++), then reinstall quire"
 
 
@@ -123,6 +125,7 @@ class StackDesc(Structure):
         ("softcap", c_float),
         ("embedding_scale", c_float),
         ("residual_scale", c_float),
+        ("reduction", POINTER(ReductionDesc)),
     )
 
 
@@ -148,6 +151,7 @@ class StepDesc(Structure):
         ("groups", POINTER(GroupDesc)),
         ("wanted", c_void_p),
         ("num_wanted", c_int64),
+        ("adapters", POINTER(AdaptersDesc)),
     )
 
 
@@ -204,7 +208,18 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "quire_silu_mul": (None, (c_void_p, _ADDRESS, c_int64, c_int64, _ADDRESS)),
     "quire_linear": (
         c_int32,
-        (c_void_p, POINTER(LinearDesc), _ADDRESS, c_int64, _ADDRESS, c_float, c_int32, _ADDRESS, _ADDRESS),
+        (
+            c_void_p,
+            POINTER(LinearDesc),
+            _ADDRESS,
+            c_int64,
+            _ADDRESS,
+            c_float,
+            c_int32,
+            _ADDRESS,
+            _ADDRESS,
+            POINTER(AdaptersDesc),
+        ),
     ),
     "quire_rope_write": (
         c_int32,
@@ -282,7 +297,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         ),
     ),
 }
-# Functions that return an error code if memory runs out.
+# Functions that return an error code if memory runs out or a hook fails.
 _MAY_FAIL = (
     "quire_linear",
     "quire_rope_write",
@@ -297,6 +312,8 @@ _MAY_FAIL = (
 
 
 def _check(code: int, function: object, arguments: object) -> None:
+    if code == HOOK_FAILED:
+        raise HookFailed("a hook of the native kernels ended the step")
     if code:
         raise MemoryError("the native kernels could not allocate memory")
 

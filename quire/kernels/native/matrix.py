@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.native.hooks import Hook, HookFailed
 from quire.kernels.native.library import BLOCK, FORMS, LinearDesc, Matrix, Native
 
 ROWS_AT_A_TIME = 1 << 22  # floats that are dequantized at a time for packing
@@ -94,24 +95,33 @@ class PackedLinear:
         eps: float = 0.0,
         silu_mul: bool = False,
         residual: Tensor | None = None,
+        adapters: Hook | None = None,
     ) -> Tensor:
         """Norms x [tokens, in_features] float32, multiplies it and adds `residual`; returns [tokens, out_features].
-        With `silu_mul` x is [tokens, 2 * in_features] and the product's input is silu(first half) * second half."""
+        With `silu_mul` x is [tokens, 2 * in_features] and the product's input is silu(first half) * second half.
+        `adapters` are called for the output as that of the head, without a residual."""
+        assert adapters is None or residual is None
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         out = torch.empty(len(x), self.out_features)
         native = self.native
-        native.library.quire_linear(
-            native.context,
-            byref(self.desc),
-            x.data_ptr(),
-            len(x),
-            _address(norm_weight),
-            eps,
-            silu_mul,
-            _address(residual),
-            out.data_ptr(),
-        )
+        try:
+            native.library.quire_linear(
+                native.context,
+                byref(self.desc),
+                x.data_ptr(),
+                len(x),
+                _address(norm_weight),
+                eps,
+                silu_mul,
+                _address(residual),
+                out.data_ptr(),
+                None if adapters is None else byref(adapters.adapters()),
+            )
+        except HookFailed:
+            if adapters is not None:
+                adapters.raise_failure()
+            raise
         return out
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.native.hooks import Hook, HookFailed
 from quire.kernels.native.library import (
     ACTIVATIONS,
     GroupDesc,
@@ -88,8 +89,10 @@ class GroupInputs:
 
 
 class Stack:
-    def __init__(self, native: Native, plan: StackPlan):
+    def __init__(self, native: Native, plan: StackPlan, reduction: Hook | None = None):
+        """`reduction`: sums each block's output over ranks before it comes to the residual stream; None: one rank."""
         self.native = native
+        self._reduction = reduction
         self._plan = plan  # keeps the memory alive that the descriptors point to
         self._width = plan.embedding.shape[1]
         self._mixtures = [None if layer.mixture is None else layer.mixture.describe() for layer in plan.layers]
@@ -118,6 +121,7 @@ class Stack:
             plan.softcap or 0.0,
             plan.embedding_scale,
             plan.residual_scale,
+            None if reduction is None else pointer(reduction.reduction()),
         )
 
     def run(
@@ -127,10 +131,11 @@ class Stack:
         query_starts: Tensor,
         groups: Sequence[GroupInputs],
         wanted: Tensor | None = None,
+        adapters: Hook | None = None,
     ) -> Tensor:
         """Runs the decoder. `tokens` and `positions` are [tokens] int64, `query_starts` [rows + 1] int32. Returns the
         normed hidden states of the `wanted` tokens (ascending; None: all), [n, width], and writes the keys and values
-        of all tokens to the groups' caches."""
+        of all tokens to the groups' caches. `adapters` are called beside every product of the step."""
         descs = (GroupDesc * len(groups))(*(_group(group) for group in groups))
         step = StepDesc(
             tokens.data_ptr(),
@@ -141,9 +146,16 @@ class Stack:
             descs,
             _address(wanted),
             -1 if wanted is None else len(wanted),
+            None if adapters is None else pointer(adapters.adapters()),
         )
         out = torch.empty(len(tokens) if wanted is None else len(wanted), self._width)
-        self.native.library.quire_stack(self.native.context, byref(self._desc), byref(step), out.data_ptr())
+        try:
+            self.native.library.quire_stack(self.native.context, byref(self._desc), byref(step), out.data_ptr())
+        except HookFailed:
+            for hook in (self._reduction, adapters):
+                if hook is not None:
+                    hook.raise_failure()
+            raise
         return out
 
 

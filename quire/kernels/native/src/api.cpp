@@ -40,7 +40,7 @@ uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-constexpr int32_t kDone = 0, kNoMemory = 1;
+constexpr int32_t kDone = 0, kNoMemory = 1, kHookFailed = 2;
 
 // What a call that needs working memory returns. Python makes an error of its own of what is not done.
 template <class Work>
@@ -50,6 +50,8 @@ int32_t attempt(Work&& work) {
         return kDone;
     } catch (const std::bad_alloc&) {
         return kNoMemory;
+    } catch (const HookFailed&) {
+        return kHookFailed;
     }
 }
 
@@ -112,9 +114,10 @@ void quire_silu_mul(Context* context, const float* gate_up, int64_t rows, int64_
         context->kernels->activate(Activation::kSilu, gate_up + i * 2 * n, gate_up + i * 2 * n + n, n, out + i * n);
 }
 
+// `adapters`: called for the output as that of the head; or null.
 int32_t quire_linear(Context* context, const LinearDesc* linear, const float* x, int64_t num_tokens, const float* norm,
-                     float eps, int32_t silu, const float* residual, float* out) {
-    return attempt([&] { run_linear(*context, *linear, x, num_tokens, norm, eps, silu != 0, residual, out); });
+                     float eps, int32_t silu, const float* residual, float* out, const AdaptersDesc* adapters) {
+    return attempt([&] { run_linear(*context, *linear, x, num_tokens, norm, eps, silu != 0, residual, out, adapters); });
 }
 
 int32_t quire_rope_write(Context* context, const StepDesc* step, float* qkv, const float* q_norm, const float* k_norm,
@@ -147,7 +150,7 @@ int32_t quire_mixture(Context* context, const MixtureDesc* mixture, const float*
     return attempt([&] {
         std::lock_guard<std::mutex> lock(context->busy);
         Run run(context->pool);
-        run_mixture(*context, *mixture, x, num_tokens, onto);
+        run_mixture(*context, *mixture, x, num_tokens, onto, Hooks());
     });
 }
 

@@ -104,6 +104,32 @@ void multiply(Context& c, const LinearDesc* linears, Sorted& sorted, const Ready
     });
 }
 
+// Calls adapters beside the jobs' products: beside gate and up where there are two, or beside down.
+void adapt(const Hooks& hooks, const Sorted& sorted, const int64_t* tokens, const Ready& ready, int64_t rows,
+           float* out, bool is_down) {
+    for (const Job* job = sorted.jobs; job < sorted.jobs + sorted.num_jobs; ++job) {
+        const float* x = ready.floats + job->first * ready.columns;
+        float* to = out + job->first * rows;
+        const auto call = [&](Product product, int64_t first, int64_t width) {
+            hooks.adapt({hooks.layer, job->expert, x, job->count, ready.columns, to + first, width, rows,
+                         tokens + job->first, product});
+        };
+        if (is_down) call(Product::kDown, 0, rows);
+        else {
+            call(Product::kGate, 0, rows / 2);
+            call(Product::kUp, rows / 2, rows / 2);
+        }
+    }
+}
+
+// The step's token of each that is sent.
+const int64_t* find_tokens(Context& c, const Hooks& hooks, const Sorted& sorted) {
+    if (!hooks.tokens) return sorted.token_of;
+    int64_t* tokens = c.routed.take_as<int64_t>(sorted.num_sent);
+    for (int64_t s = 0; s < sorted.num_sent; ++s) tokens[s] = hooks.tokens[sorted.token_of[s]];
+    return tokens;
+}
+
 // gate_up [2 * inner], changed where something is clamped or scaled; a NaN stays one.
 void activate(const Kernels& kernels, const ExpertsDesc& experts, float* gate_up, float* out) {
     const int64_t n = experts.inner_width;
@@ -125,7 +151,7 @@ void activate(const Kernels& kernels, const ExpertsDesc& experts, float* gate_up
 }  // namespace
 
 void mix_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t num_tokens, const int64_t* chosen,
-                 const float* weights, int64_t num_sent, const float* residual, float* out) {
+                 const float* weights, int64_t num_sent, const float* residual, float* out, const Hooks& hooks) {
     const int64_t width = experts.width, inner = experts.inner_width, widest = std::max(width, inner);
     Sorted sorted = sort_by_expert(c, experts, chosen, num_tokens, num_sent);
     const int64_t total = sorted.num_sent;
@@ -134,7 +160,8 @@ void mix_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t
     Factors* factors = c.factors.take_as<Factors>(total * (widest / kBlock));
     float* gate_up = c.expert_inner.take_as<float>(total * 2 * inner);
     float* shares = c.shares.take_as<float>(total * width);
-    const bool floats_up = any_of(experts.gate_up, sorted, true), blocks_up = any_of(experts.gate_up, sorted, false);
+    const bool floats_up = hooks.adapters || any_of(experts.gate_up, sorted, true);
+    const bool blocks_up = any_of(experts.gate_up, sorted, false);
     const bool blocks_down = any_of(experts.down, sorted, false);
     Ready ready = {floats, blocks, factors, width};
     c.pool.share(total, grain(total, c.pool.size()), [&](int64_t first, int64_t stop, int) {
@@ -145,6 +172,8 @@ void mix_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t
         }
     });
     multiply(c, experts.gate_up, sorted, ready, 2 * inner, gate_up);
+    const int64_t* tokens = hooks.adapters ? find_tokens(c, hooks, sorted) : nullptr;
+    if (hooks.adapters) adapt(hooks, sorted, tokens, ready, 2 * inner, gate_up, false);
     ready.columns = inner;
     c.pool.share(total, grain(total, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t s = first; s < stop; ++s) {
@@ -153,6 +182,7 @@ void mix_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t
         }
     });
     multiply(c, experts.down, sorted, ready, width, shares);
+    if (hooks.adapters) adapt(hooks, sorted, tokens, ready, width, shares, true);
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
             float* row = out + t * width;
@@ -177,7 +207,7 @@ void run_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t
                  const float* weights, int64_t num_sent, const float* residual, float* out) {
     std::lock_guard<std::mutex> lock(c.busy);
     Run run(c.pool);
-    mix_experts(c, experts, x, num_tokens, chosen, weights, num_sent, residual, out);
+    mix_experts(c, experts, x, num_tokens, chosen, weights, num_sent, residual, out, Hooks());
 }
 
 }  // namespace quire

@@ -17,7 +17,8 @@ struct ExpertsDesc {
 // Within a call: x [tokens, width]; chosen [tokens, sent] and weights alike. out [tokens, width]: `residual` (or nothing, where that is
 // null) and all shares, added in the order of their experts, so that a token's sum is the same in any company. `residual` may be `out`.
 void mix_experts(Context& context, const ExpertsDesc& experts, const float* x, int64_t num_tokens,
-                 const int64_t* chosen, const float* weights, int64_t num_sent, const float* residual, float* out);
+                 const int64_t* chosen, const float* weights, int64_t num_sent, const float* residual, float* out,
+                 const Hooks& hooks);
 
 // That as a call of its own.
 void run_experts(Context& context, const ExpertsDesc& experts, const float* x, int64_t num_tokens,

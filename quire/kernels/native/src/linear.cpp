@@ -80,22 +80,28 @@ void multiply(Context& c, const LinearDesc& linear, const Inputs& in, int64_t nu
 
 }  // namespace
 
-void apply(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, const Before& before,
-           const float* residual, float* out) {
+const float* apply(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, const Before& before,
+                   const float* residual, float* out) {
     const Inputs in = prepare(c, linear, x, num_tokens, linear.parts[0].columns, before);
     multiply(c, linear, in, num_tokens, residual, out);
+    return in.x;
 }
 
 void run_linear(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm, float eps,
-                bool silu, const float* residual, float* out) {
+                bool silu, const float* residual, float* out, const AdaptersDesc* adapters) {
     std::lock_guard<std::mutex> lock(c.busy);
-    reserve_inputs(c, num_tokens, linear.parts[0].columns);
+    const int64_t columns = linear.parts[0].columns;
+    reserve_inputs(c, num_tokens, columns);
     Before before;
     before.norm.weight = norm;
     before.eps = eps;
     before.activates = silu;
     Run run(c.pool);
-    apply(c, linear, x, num_tokens, before, residual, out);
+    const float* in = apply(c, linear, x, num_tokens, before, residual, out);
+    if (!adapters || !num_tokens) return;
+    int64_t rows = 0;
+    for (int64_t i = 0; i < linear.num_parts; ++i) rows += linear.parts[i].rows;
+    Hooks{nullptr, adapters}.adapt(Product::kHead, in, num_tokens, columns, out, rows);
 }
 
 }  // namespace quire

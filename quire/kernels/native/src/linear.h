@@ -23,8 +23,9 @@ void run_norm(const Kernels& kernels, const NormDesc& norm, float eps, bool take
 // Room for the inputs of so many tokens, which `apply` then finds.
 void reserve_inputs(Context& context, int64_t num_tokens, int64_t columns);
 
-// out [tokens, rows]: the product, and `residual` unless that is null; these two may be one.
-void apply(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const Before& before,
+// out [tokens, rows]: the product, and `residual` unless that is null; these two may be one. Returns the product's input
+// [tokens, columns], which stays until the next product.
+const float* apply(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const Before& before,
            const float* residual, float* out);
 
 }  // namespace quire

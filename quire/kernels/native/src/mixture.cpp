@@ -76,41 +76,53 @@ void route(const MixtureDesc& m, float* logits, float* ranks, int64_t* chosen, f
 }
 
 // The shared expert's share, weighted by a sigmoid of its own where it has one.
-void add_shared(Context& c, const MixtureDesc& m, const float* x, int64_t num_tokens, float* onto) {
+void add_shared(Context& c, const MixtureDesc& m, const float* x, int64_t num_tokens, float* onto, const Hooks& hooks) {
     const int64_t width = m.experts.width, inner = m.shared_down.parts[0].columns;
     reserve_inputs(c, num_tokens, std::max(width, inner));
     float* gate_up = c.expert_inner.take_as<float>(num_tokens * 2 * inner);
     Before activated;
     activated.activates = true;
     apply(c, m.shared_up, x, num_tokens, Before(), nullptr, gate_up);
-    if (!m.shared_gate.num_parts) return apply(c, m.shared_down, gate_up, num_tokens, activated, onto, onto);
+    hooks.adapt_pair(Product::kSharedGate, Product::kSharedUp, x, num_tokens, width, gate_up, inner);
+    const bool has_weight = m.shared_gate.num_parts != 0;
+    if (!has_weight && !hooks.adapters) {
+        apply(c, m.shared_down, gate_up, num_tokens, activated, onto, onto);
+        return;
+    }
     float* share = c.shares.take_as<float>(num_tokens * width);
     float* gates = c.weights.take_as<float>(num_tokens);
-    apply(c, m.shared_gate, x, num_tokens, Before(), nullptr, gates);
-    apply(c, m.shared_down, gate_up, num_tokens, activated, nullptr, share);
+    if (has_weight) {
+        apply(c, m.shared_gate, x, num_tokens, Before(), nullptr, gates);
+        hooks.adapt(Product::kSharedWeight, x, num_tokens, width, gates, 1);
+    }
+    const float* active = apply(c, m.shared_down, gate_up, num_tokens, activated, nullptr, share);
+    hooks.adapt(Product::kSharedDown, active, num_tokens, inner, share, width);
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t)
-            c.kernels->add_scaled(share + t * width, 1.0f / (1.0f + expf(-gates[t])), width, onto + t * width);
+            c.kernels->add_scaled(share + t * width, has_weight ? 1.0f / (1.0f + expf(-gates[t])) : 1.0f, width,
+                                  onto + t * width);
     });
 }
 
 }  // namespace
 
-void run_mixture(Context& c, const MixtureDesc& m, const float* x, int64_t num_tokens, float* onto) {
+void run_mixture(Context& c, const MixtureDesc& m, const float* x, int64_t num_tokens, float* onto,
+                 const Hooks& hooks) {
     const int64_t num_experts = m.experts.num_experts;
-    if (m.shared_up.num_parts) add_shared(c, m, x, num_tokens, onto);
+    if (m.shared_up.num_parts) add_shared(c, m, x, num_tokens, onto, hooks);
     reserve_inputs(c, num_tokens, m.experts.width);
     float* logits = c.logits.take_as<float>(num_tokens * num_experts);
     float* ranks = c.ranks.take_as<float>(c.pool.size() * rank_floats(m));
     int64_t* chosen = c.chosen.take_as<int64_t>(num_tokens * m.top_k);
     float* weights = c.weights.take_as<float>(num_tokens * m.top_k);
     apply(c, m.router, x, num_tokens, Before(), nullptr, logits);
+    hooks.adapt(Product::kRouter, x, num_tokens, m.experts.width, logits, num_experts);
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int thread) {
         for (int64_t t = first; t < stop; ++t)
             route(m, logits + t * num_experts, ranks + thread * rank_floats(m), chosen + t * m.top_k,
                   weights + t * m.top_k);
     });
-    mix_experts(c, m.experts, x, num_tokens, chosen, weights, m.top_k, onto, onto);
+    mix_experts(c, m.experts, x, num_tokens, chosen, weights, m.top_k, onto, onto, hooks);
 }
 
 }  // namespace quire

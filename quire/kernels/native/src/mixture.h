@@ -19,7 +19,9 @@ struct MixtureDesc {
     float scale;
 };
 
-// x [tokens, width], normed; adds all experts' shares to `onto`, which is not x. Within a call.
-void run_mixture(Context& context, const MixtureDesc& mixture, const float* x, int64_t num_tokens, float* onto);
+// x [tokens, width], normed; adds all experts' shares to `onto`, which is not x. Within a call. Of the hooks only the
+// adapters are called: a reduction follows the whole block.
+void run_mixture(Context& context, const MixtureDesc& mixture, const float* x, int64_t num_tokens, float* onto,
+                 const Hooks& hooks);
 
 }  // namespace quire

@@ -192,16 +192,23 @@ void add_branch(Context& c, const StackDesc& stack, const NormDesc& after, int64
     });
 }
 
-// A block's last product comes back to the stream: inside the product, or by way of `branch`.
+// A block's last product comes back to the stream: inside the product, or by way of `branch`, where hooks find it alone.
 void join(Context& c, const StackDesc& stack, const LinearDesc& linear, const float* x, int64_t num_tokens,
-          const Before& before, const NormDesc& after, float* stream) {
-    if (joins_plainly(stack, after)) return apply(c, linear, x, num_tokens, before, stream, stream);
-    apply(c, linear, x, num_tokens, before, nullptr, static_cast<float*>(c.branch.take(0)));
+          const Before& before, const NormDesc& after, const Hooks& hooks, Product product, float* stream) {
+    if (joins_plainly(stack, after) && !hooks.are_set()) {
+        apply(c, linear, x, num_tokens, before, stream, stream);
+        return;
+    }
+    float* branch = static_cast<float*>(c.branch.take(0));
+    const float* in = apply(c, linear, x, num_tokens, before, nullptr, branch);
+    hooks.adapt(product, in, num_tokens, linear.parts[0].columns, branch, stack.width);
+    hooks.reduce(branch, num_tokens, stack.width, 2 * hooks.layer + (product == Product::kDown));
     add_branch(c, stack, after, num_tokens, stream);
 }
 
 // A mixture of experts in place of a feed-forward block.
-void mix(Context& c, const StackDesc& stack, const LayerDesc& layer, int64_t num_tokens, float* stream) {
+void mix(Context& c, const StackDesc& stack, const LayerDesc& layer, int64_t num_tokens, const Hooks& hooks,
+         float* stream) {
     const int64_t width = stack.width;
     float* normed = c.normed.take_as<float>(num_tokens * width);
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
@@ -212,10 +219,14 @@ void mix(Context& c, const StackDesc& stack, const LayerDesc& layer, int64_t num
             else memcpy(normed + t * width, row, sizeof(float) * size_t(width));
         }
     });
-    if (joins_plainly(stack, layer.after_mlp)) return run_mixture(c, *layer.mixture, normed, num_tokens, stream);
+    if (joins_plainly(stack, layer.after_mlp) && !hooks.reduction) {
+        run_mixture(c, *layer.mixture, normed, num_tokens, stream, hooks);
+        return;
+    }
     float* branch = static_cast<float*>(c.branch.take(0));
     memset(branch, 0, sizeof(float) * size_t(num_tokens * width));
-    run_mixture(c, *layer.mixture, normed, num_tokens, branch);
+    run_mixture(c, *layer.mixture, normed, num_tokens, branch, hooks);
+    hooks.reduce(branch, num_tokens, width, 2 * hooks.layer + 1);
     add_branch(c, stack, layer.after_mlp, num_tokens, stream);
 }
 
@@ -279,6 +290,29 @@ Before after_activation(const StackDesc& stack) {
     return before;
 }
 
+// Queries, keys and values of a layer.
+void project(Context& c, const StackDesc& stack, const LayerDesc& layer, const Shape& shape, const float* stream,
+             int64_t num_tokens, const Hooks& hooks, float* qkv) {
+    const float* x = apply(c, layer.qkv, stream, num_tokens, after_norm(stack, layer.before_attention), nullptr, qkv);
+    if (!hooks.adapters) return;
+    const auto adapt = [&](Product product, int64_t first, int64_t width) {
+        hooks.adapt({hooks.layer, -1, x, num_tokens, stack.width, qkv + first, width, shape.qkv_width(), hooks.tokens,
+                     product});
+    };
+    adapt(Product::kQuery, 0, shape.q_width());
+    adapt(Product::kKey, shape.q_width(), shape.kv_width());
+    adapt(Product::kValue, shape.q_width() + shape.kv_width(), shape.kv_width());
+}
+
+// The first products of a feed-forward block: gate and up, or up alone.
+void widen(Context& c, const StackDesc& stack, const LayerDesc& layer, const float* stream, int64_t num_tokens,
+           const Hooks& hooks, float* inner) {
+    const float* x = apply(c, layer.up, stream, num_tokens, after_norm(stack, layer.before_mlp), nullptr, inner);
+    const int64_t width = layer.down.parts[0].columns;
+    if (stack.has_gate) hooks.adapt_pair(Product::kGate, Product::kUp, x, num_tokens, stack.width, inner, width);
+    else hooks.adapt(Product::kUp, x, num_tokens, stack.width, inner, width);
+}
+
 }  // namespace
 
 void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* out) {
@@ -309,7 +343,8 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
         float* k = group.cache + 2 * layer.cache_index * group.plane;
         float* v = k + group.plane;
         const int64_t turn = layer.rope * tokens * half;
-        apply(c, layer.qkv, stream, tokens, after_norm(stack, layer.before_attention), nullptr, qkv);
+        Hooks hooks = {stack.reduction, step.adapters, i, nullptr};
+        project(c, stack, layer, shape, stream, tokens, hooks, qkv);
         rope_write(c, step, group, shape, qkv, layer.q_norm, layer.k_norm, stack.is_wide != 0, stack.eps, cos + turn,
                    sin + turn, k, v);
         int64_t count = tokens, units_here = num_units;
@@ -318,22 +353,21 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
             count = units_here = step.num_wanted;
             if (count == 0) return;
             units = static_cast<Unit*>(c.last_units.take(0));
+            hooks.tokens = step.wanted;
             // They ascend, so none is overwritten before it is moved.
             for (int64_t t = 0; t < count; ++t)
                 memmove(stream + t * width, stream + step.wanted[t] * width, sizeof(float) * size_t(width));
         }
         attend_all(c, step, group, shape, units, units_here,
                    {qkv, k, v, shape.qkv_width(), stack.attention_scale, stack.softcap, layer.sinks, attended});
+        if (stack.is_parallel && !layer.mixture) widen(c, stack, layer, stream, count, hooks, inner);
+        join(c, stack, layer.out, attended, count, Before(), layer.after_attention, hooks, Product::kOut, stream);
         if (layer.mixture) {
-            join(c, stack, layer.out, attended, count, Before(), layer.after_attention, stream);
-            mix(c, stack, layer, count, stream);
+            mix(c, stack, layer, count, hooks, stream);
             continue;
         }
-        const Before normed = after_norm(stack, layer.before_mlp);
-        if (stack.is_parallel) apply(c, layer.up, stream, count, normed, nullptr, inner);
-        join(c, stack, layer.out, attended, count, Before(), layer.after_attention, stream);
-        if (!stack.is_parallel) apply(c, layer.up, stream, count, normed, nullptr, inner);
-        join(c, stack, layer.down, inner, count, activated, layer.after_mlp, stream);
+        if (!stack.is_parallel) widen(c, stack, layer, stream, count, hooks, inner);
+        join(c, stack, layer.down, inner, count, activated, layer.after_mlp, hooks, Product::kDown, stream);
     }
     const int64_t last = narrows ? step.num_wanted : tokens;
     c.pool.share(last, grain(last, c.pool.size()), [&](int64_t first, int64_t stop, int) {

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 
+#include "hooks.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -46,6 +47,7 @@ struct StackDesc {
     int32_t has_gate, takes_mean;      // takes_mean: norms are layer norms
     int32_t is_parallel, is_wide;      // both blocks read the layer's input; queries are normed over all heads at once
     float eps, attention_scale, softcap, embedding_scale, residual_scale;
+    const ReductionDesc* reduction;  // or null
 };
 
 struct GroupDesc {  // one paged group in one step
@@ -65,6 +67,7 @@ struct StepDesc {
     const GroupDesc* groups;
     const int64_t* wanted;  // tokens whose hidden states are wanted, ascending
     int64_t num_wanted;     // -1: all
+    const AdaptersDesc* adapters;  // or null
 };
 
 // Memory that only grows, for what lives within one call. Throws std::bad_alloc, and then holds nothing.
@@ -98,11 +101,11 @@ struct Context {
     std::mutex busy;
     Buffer floats, blocks, factors, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units, pieces,
         parts, convolved, heads, places, jobs,
-        shares, expert_inner, normed, logits, chosen, weights, ranks;
+        shares, expert_inner, normed, logits, chosen, weights, ranks, routed;
 };
 
 void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,
-                float eps, bool silu, const float* residual, float* out);
+                float eps, bool silu, const float* residual, float* out, const AdaptersDesc* adapters);
 
 void run_stack(Context& context, const StackDesc& stack, const StepDesc& step, float* out);
 

@@ -115,7 +115,7 @@ def test_offline_workload(flags: list[str], capsys: pytest.CaptureFixture[str]) 
     argv = ["offline", "--workload", "single", "--seed", "4", "--repeat", "3", *flags]
     code, report, err = run_json(capsys, *argv, "--min-output-tps", "1e-9")
     assert code == 0 and report["pass"]
-    assert report["folded_to_vocab"] == VOCAB and f"modulo {VOCAB}" in err
+    assert report["folded_to_vocab"] == VOCAB and f"modulo the model's vocabulary of {VOCAB}" in err
     assert [run["seed"] for run in report["runs"]] == [4, 5, 6]
     for run in report["runs"]:
         assert (run["requests"], run["prompt_tokens"], run["output_tokens"]) == (1, 128, 256)

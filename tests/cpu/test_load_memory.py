@@ -26,7 +26,7 @@ CHILD = """
 import sys, warnings
 import torch
 from quire.files.source import resolve_model
-from quire.models import loader, shards
+from quire.models.loading import loader, shards
 
 def resident(name):
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))

@@ -6,7 +6,9 @@ const { default: Anthropic } = require("@anthropic-ai/sdk");
 const [url, key, call, model = "parrot"] = process.argv.slice(2);
 const real = model !== "parrot";
 const brief = { temperature: 0, max_tokens: real ? 12 : 99 };
-const parameters = { type: "object", properties: { city: { type: "string" } } };
+// Closed: a small model may go on with properties of its own until its tokens end.
+const closed = real ? { required: ["city"], additionalProperties: false } : {};
+const parameters = { type: "object", properties: { city: { type: "string" } }, ...closed };
 
 async function openai() {
   const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key, maxRetries: 0 });

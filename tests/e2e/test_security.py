@@ -103,7 +103,7 @@ def test_a_reader_who_does_not_read_is_cut_off(keyed: Started) -> None:
     import socket
 
     host, port = keyed.url.removeprefix("http://").split(":")
-    body = {"prompt": "one two three", "max_tokens": 4000, "n": 8, "logprobs": 5, "stream": True}
+    body = {"prompt": "one two three", "max_tokens": 4000, "n": 5, "logprobs": 5, "stream": True}
     data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Api-Key: one\r\nContent-Type: application/json\r\n"
     with socket.socket() as connection:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -64,12 +66,21 @@ def test_quantiles_of_what_came_between_two_readings() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
 def test_memory_is_read_from_outside() -> None:
+    """Of another process: this one's may fall meanwhile, as earlier tests' memory is given back."""
+    code = "import sys; print(flush=True); input(); block = bytearray(b'1' * (64 << 20)); print(flush=True); input()"
+
     async def watch() -> int:
-        watched = MemoryWatch(os.getpid(), 1)
-        watched.begin()
-        block = bytearray(b"\1" * (64 << 20))
-        memory = await watched.end()
-        del block
+        with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as child:
+            assert child.stdin is not None and child.stdout is not None
+            child.stdout.readline()
+            watched = MemoryWatch(child.pid, 1)
+            watched.begin()
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            child.stdout.readline()
+            memory = await watched.end()
+            child.stdin.write(b"\n")
+            child.stdin.close()
         return memory.peak - memory.before
 
     assert asyncio.run(watch()) >= 60 << 20

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
 from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.head_layout import ByHead, HeadOrder
 from quire.layers.linear import Linear
 from quire.layers.norm import HeadLayerNorm, Norm, PostRopeQKNorm, QKNorm, WideQKNorm, fuse_norm
-from quire.layers.quant.scheme import Scheme
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.step import PagedInputs, Step
 from quire.layers.weights import Form, Weight, set_forms
@@ -142,9 +142,7 @@ class Attention(nn.Module):
         qkv_bias: bool,
         out_bias: bool,
         qk_norm: QKNorm | HeadLayerNorm | WideQKNorm | None,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
         names: AttentionNames | None = None,
         join: ResidualJoin | None = None,
     ):
@@ -155,19 +153,19 @@ class Attention(nn.Module):
         self.shape = shape
         self.cache_index = cache_index
         self.scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-        self.ops = ops
+        self.ops = build.ops
         q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         rows = [q_rows, kv_rows, kv_rows] if len(names.qkv) == 3 else [q_rows + 2 * kv_rows]
         sources = [(f"{prefix}.{name}", count) for name, count in zip(names.qkv, rows, strict=True)]
         gates = [] if names.gate is None else [(f"{prefix}.{names.gate}", q_rows)]
         self.num_gates = sum(count for _, count in gates)  # gate elements per token, which precede its queries
-        self.qkv = Linear(shape.width, [*gates, *sources], bias=qkv_bias, dtype=dtype, scheme=scheme)
+        self.qkv = Linear(shape.width, [*gates, *sources], bias=qkv_bias, build=build)
         set_forms(self.qkv, (*(None for _ in gates), *_qkv_forms(names, shape, is_normed=qk_norm is not None)))
         out = [(f"{prefix}.{names.out}", shape.width)]
-        self.out = Linear(q_rows, out, bias=out_bias, dtype=dtype, scheme=scheme)
+        self.out = Linear(q_rows, out, bias=out_bias, build=build)
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
         self.qkv_norm = None if isinstance(qk_norm, QKNorm) else qk_norm  # norms that the rope kernel does not fuse
-        self.sinks = Weight.whole(f"{prefix}.sinks", (shape.num_heads,), dtype) if shape.sinks else None
+        self.sinks = Weight.whole(f"{prefix}.sinks", (shape.num_heads,), build.dtype) if shape.sinks else None
         self.join = join or ResidualJoin()
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quire.layers.build import Build
 from quire.layers.linear import Linear
-from quire.layers.quant.scheme import Scheme
 from quire.layers.weights import Weight
 
 
@@ -30,14 +30,16 @@ class Embedding(nn.Module):
         name: str,
         vocab_size: int,
         width: int,
-        dtype: torch.dtype,
+        build: Build,
         scale: float = 1.0,
-        scheme: Scheme | None = None,
     ):
         super().__init__()
-        weight = Weight.whole(f"{name}.weight", (vocab_size, width), dtype)
+        weight = Weight.whole(f"{name}.weight", (vocab_size, width), build.dtype)
         self.weight = weight
-        self.scale = torch.tensor(scale, dtype=dtype).item()  # rounded to the model's dtype, as the reference does
+        self.scale = torch.tensor(
+            scale, dtype=build.dtype
+        ).item()  # rounded to the model's dtype, as the reference does
+        scheme = build.schemes.of(f"{name}.weight")
         if isinstance(scheme, PacksTables):
             scheme.pack_table(weight)
 
@@ -55,15 +57,14 @@ class Head(nn.Module):
         name: str,
         vocab_size: int,
         width: int,
-        dtype: torch.dtype,
-        scheme: Scheme,
+        build: Build,
         *,
         bias: bool = False,
         scale: float = 1.0,
         softcap: float | None = None,
     ):
         super().__init__()
-        self.linear = Linear(width, [(name, vocab_size)], bias=bias, dtype=dtype, scheme=scheme)
+        self.linear = Linear(width, [(name, vocab_size)], bias=bias, build=build)
         self.scale = scale
         self.softcap = softcap
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
 from quire.kernels.table import Ops
-from quire.layers.quant.scheme import Scheme
+from quire.layers.build import Build
 from quire.layers.weights import Form, Part, Weight, put_weight
 from quire.types import QuireError
 
@@ -185,11 +185,12 @@ class Experts(nn.Module):
         down_bias: Weight | None,
         num_entries: int,
         activation: GatedActivation,
-        scheme: Scheme,
+        build: Build,
         num_shared: int = 0,
     ):
         """`num_entries`: number of experts, including the last `num_shared`, which form the shared expert."""
         super().__init__()
+        scheme = build.schemes.of_all(part.name for weight in (gate_up, down) for part in weight.parts)
         if isinstance(scheme, PacksExperts):
             scheme.pack_experts(gate_up, num_entries)
             scheme.pack_experts(down, num_entries)
@@ -205,15 +206,13 @@ class Experts(nn.Module):
         self.activation = activation
 
     @classmethod
-    def from_names(
-        cls, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme, num_shared: int = 0
-    ) -> Experts:
+    def from_names(cls, names: ExpertNames, shape: MoEShape, build: Build, num_shared: int = 0) -> Experts:
         """Returns experts whose checkpoint has a tensor per expert and matrix, per matrix (GGUF), or two in all.
 
         The slices of a merged shared expert follow the routed experts, unless the checkpoint has two tensors.
         """
         if names.two is not None:
-            return (cls.from_columns if names.in_columns else cls.from_two)(*names.of_two(), shape, dtype, scheme)
+            return (cls.from_columns if names.in_columns else cls.from_two)(*names.of_two(), shape, build)
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
         total = num + num_shared
         matrices = (names.gate, names.up)
@@ -221,7 +220,9 @@ class Experts(nn.Module):
         gate_up, down = _shared_parts(names, shape, num_shared)
         one_by_one = [(names.expert(e, matrix), inner) for e in range(num) for matrix in matrices]
         gate_ups = Weight(
-            (total * 2 * inner, width), dtype, (*Weight.stacked(one_by_one, (width,), dtype).parts, *gate_up)
+            (total * 2 * inner, width),
+            build.dtype,
+            (*Weight.stacked(one_by_one, (width,), build.dtype).parts, *gate_up),
         )
         stacked = (
             Part(names.stacked(matrix), (num, inner, width), start, start + inner, index=e)
@@ -230,9 +231,11 @@ class Experts(nn.Module):
         )
         gate_ups.others = ((*stacked, *gate_up),)
         one_by_one = [(names.expert(e, names.down), width) for e in range(num)]
-        downs = Weight((total * width, inner), dtype, (*Weight.stacked(one_by_one, (inner,), dtype).parts, *down))
+        downs = Weight(
+            (total * width, inner), build.dtype, (*Weight.stacked(one_by_one, (inner,), build.dtype).parts, *down)
+        )
         downs.others = ((Part(names.stacked("down"), (num, width, inner), 0, num * width), *down),)
-        return cls(gate_ups, downs, None, None, total, shape.activation, scheme, num_shared)
+        return cls(gate_ups, downs, None, None, total, shape.activation, build, num_shared)
 
     @classmethod
     def from_two(
@@ -240,8 +243,7 @@ class Experts(nn.Module):
         gate_up: str,
         down: str,
         shape: MoEShape,
-        dtype: torch.dtype,
-        scheme: Scheme,
+        build: Build,
         down_form: Form | None = None,
         apart: tuple[str, str] | None = None,
     ) -> Experts:
@@ -257,12 +259,12 @@ class Experts(nn.Module):
             for e in range(num)
             for name, start in zip(apart or (), (2 * e * inner, (2 * e + 1) * inner), strict=False)
         )
-        gate_ups = Weight((num * 2 * inner, width), dtype, (above,), (others,) if others else ())
-        downs = Weight((num * width, inner), dtype, (below,))
-        return cls(gate_ups, downs, None, None, num, shape.activation, scheme)
+        gate_ups = Weight((num * 2 * inner, width), build.dtype, (above,), (others,) if others else ())
+        downs = Weight((num * width, inner), build.dtype, (below,))
+        return cls(gate_ups, downs, None, None, num, shape.activation, build)
 
     @classmethod
-    def from_columns(cls, gate_up: str, down: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
+    def from_columns(cls, gate_up: str, down: str, shape: MoEShape, build: Build) -> Experts:
         """As `from_two`, for transposed tensors: [experts, width, 2 * inner] and [experts, inner, width]."""
         num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
 
@@ -270,10 +272,10 @@ class Experts(nn.Module):
             parts = (
                 Part(name, (num, columns, rows), e * rows, (e + 1) * rows, index=e, form=torch.t) for e in range(num)
             )
-            return Weight((num * rows, columns), dtype, tuple(parts))
+            return Weight((num * rows, columns), build.dtype, tuple(parts))
 
         gate_ups, downs = matrices(gate_up, 2 * inner, width), matrices(down, width, inner)
-        return cls(gate_ups, downs, None, None, num, shape.activation, scheme)
+        return cls(gate_ups, downs, None, None, num, shape.activation, build)
 
     @property
     def is_scaled(self) -> bool:

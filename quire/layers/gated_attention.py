@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
-from quire.kernels.table import Ops
 from quire.layers.attention import AttentionPlan, AttentionShape, gated
+from quire.layers.build import Build
 from quire.layers.linear import Linear
 from quire.layers.norm import QKNorm, RMSNorm
-from quire.layers.quant.scheme import Scheme
 from quire.layers.weights import Reorder, set_forms
 
 
@@ -31,9 +30,7 @@ class GatedAttention(nn.Module):
         cache_index: int,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
         norm_offset: float = 1.0,
     ):
         super().__init__()
@@ -42,11 +39,11 @@ class GatedAttention(nn.Module):
         self.shape = shape
         self.cache_index = cache_index
         self.scale = shape.head_dim**-0.5
-        self.ops = ops
+        self.ops = build.ops
         heads, head_dim = shape.num_heads * shape.head_dim, shape.head_dim
         kv_rows = shape.num_kv_heads * head_dim
         sources = [(f"{prefix}.q_proj", 2 * heads), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
-        self.project = Linear(shape.width, sources, bias=bias, dtype=dtype, scheme=scheme)
+        self.project = Linear(shape.width, sources, bias=bias, build=build)
         order = replace(shape.order, angle_scale=1.0)  # `qk_norm` undoes rope's scale, as in `layers.attention`
 
         def gates_first(rows: Tensor) -> Tensor:
@@ -56,8 +53,8 @@ class GatedAttention(nn.Module):
 
         set_forms(self.project, (Reorder(gates_first), order.form, None))
         out = [(f"{prefix}.o_proj", shape.width)]
-        self.out = Linear(heads, out, bias=bias, dtype=dtype, scheme=scheme)
-        self.qk_norm = QKNorm(prefix, head_dim, norm.eps, dtype, offset=norm_offset, order=shape.order)
+        self.out = Linear(heads, out, bias=bias, build=build)
+        self.qk_norm = QKNorm(prefix, head_dim, norm.eps, build, offset=norm_offset, order=shape.order)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """Returns the residual stream plus this block's output, for the wanted tokens. stream [tokens, width]"""

@@ -17,11 +17,10 @@ from torch.nn import functional
 
 from quire.kernels.angles import Angles
 from quire.kernels.reference.latent import expanded_attention, turn
-from quire.kernels.table import Ops
 from quire.layers.attention import AttentionPlan
+from quire.layers.build import Build
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.scheme import Scheme
 from quire.layers.weights import Part, Weight
 from quire.types import CacheSpec
 
@@ -79,31 +78,29 @@ class LatentAttention(nn.Module):
         cache_index: int,
         *,
         form: Form,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         super().__init__()
         self.norm = norm
         self.shape = shape
         self.cache_index = cache_index
         self.form = form
-        self.ops = ops
+        self.ops = build.ops
         rows = shape.num_heads * shape.head_dim
         first = ("q_a_proj", shape.q_rank) if shape.q_rank is not None else ("q_proj", rows)
         self.first_width = first[1]
         sources = [
             (f"{prefix}.{name}", out) for name, out in (first, ("kv_a_proj_with_mqa", shape.rank + shape.rope_dim))
         ]
-        self.down = Linear(shape.width, sources, bias=shape.bias, dtype=dtype, scheme=scheme)
+        self.down = Linear(shape.width, sources, bias=shape.bias, build=build)
         self.q_norm, self.q_up = None, None
         if shape.q_rank is not None:
-            self.q_norm = RMSNorm(f"{prefix}.q_a_layernorm", shape.q_rank, NORM_EPS, dtype, ops)
-            self.q_up = Linear(shape.q_rank, [(f"{prefix}.q_b_proj", rows)], dtype=dtype, scheme=scheme)
-        self.latent_norm = RMSNorm(f"{prefix}.kv_a_layernorm", shape.rank, NORM_EPS, dtype, ops)
-        self.up = _up_weight(prefix, shape, dtype)
+            self.q_norm = RMSNorm(f"{prefix}.q_a_layernorm", shape.q_rank, NORM_EPS, build)
+            self.q_up = Linear(shape.q_rank, [(f"{prefix}.q_b_proj", rows)], build=build)
+        self.latent_norm = RMSNorm(f"{prefix}.kv_a_layernorm", shape.rank, NORM_EPS, build)
+        self.up = _up_weight(prefix, shape, build.dtype)
         out = [(f"{prefix}.o_proj", shape.width)]
-        self.out = Linear(shape.num_heads * shape.value_dim, out, bias=shape.bias, dtype=dtype, scheme=scheme)
+        self.out = Linear(shape.num_heads * shape.value_dim, out, bias=shape.bias, build=build)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """Returns the residual stream plus this block's output, for the wanted tokens. stream [tokens, width]"""

@@ -7,12 +7,12 @@ residual addition after it, and decides which of these it fuses.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from quire.kernels.activations import Curve
+from quire.layers.build import Build
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.scheme import Activation, Scheme
+from quire.layers.quant.scheme import Activation
 
 
 class Linear(nn.Module):
@@ -29,15 +29,14 @@ class Linear(nn.Module):
         sources: list[tuple[str, int]],
         *,
         bias: bool = False,
-        dtype: torch.dtype,
-        scheme: Scheme,
+        build: Build,
     ):
         """`sources`: (checkpoint prefix, rows) of each merged matrix, in the order of their outputs."""
         super().__init__()
         self.in_features = in_features
         self.out_features = sum(rows for _, rows in sources)
-        self.scheme = scheme
-        scheme.create(self, sources, bias, dtype)
+        self.scheme = build.schemes.of_all(f"{prefix}.weight" for prefix, _ in sources)
+        self.scheme.create(self, sources, bias, build.dtype)
 
     def finish(self) -> None:
         """Repacks the weights as the scheme needs. Called by the loader once the weights are loaded."""

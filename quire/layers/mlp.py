@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from quire.kernels.activations import CURVES, Curve
+from quire.layers.build import Build
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
-from quire.layers.quant.scheme import Scheme
 from quire.layers.residual_join import ResidualJoin
 from quire.types import QuireError
 
@@ -56,8 +55,7 @@ class GatedMLP(nn.Module):
         inner_width: int,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        scheme: Scheme,
+        build: Build,
         activation: str = "silu",
         names: MLPNames | None = None,
         join: ResidualJoin | None = None,
@@ -66,10 +64,8 @@ class GatedMLP(nn.Module):
         names = names or MLPNames()
         rows = 2 * inner_width // len(names.up)
         self.norm = norm
-        self.gate_up = Linear(
-            width, [(f"{prefix}.{name}", rows) for name in names.up], bias=bias, dtype=dtype, scheme=scheme
-        )
-        self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, dtype=dtype, scheme=scheme)
+        self.gate_up = Linear(width, [(f"{prefix}.{name}", rows) for name in names.up], bias=bias, build=build)
+        self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, build=build)
         self.curve = ACTIVATIONS[activation]
         self.join = join or ResidualJoin()
 
@@ -91,16 +87,15 @@ class PlainMLP(nn.Module):
         inner_width: int,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        scheme: Scheme,
+        build: Build,
         activation: str,
         names: MLPNames,
         join: ResidualJoin | None = None,
     ):
         super().__init__()
         self.norm = norm
-        self.up = Linear(width, [(f"{prefix}.{names.up[0]}", inner_width)], bias=bias, dtype=dtype, scheme=scheme)
-        self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, dtype=dtype, scheme=scheme)
+        self.up = Linear(width, [(f"{prefix}.{names.up[0]}", inner_width)], bias=bias, build=build)
+        self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, build=build)
         self.activate = CURVES[ACTIVATIONS[activation]]
         self.join = join or ResidualJoin()
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.activations import Curve
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.experts import ExpertNames, Experts, MoEShape, num_merged_experts
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
 from quire.layers.quant import Dense
-from quire.layers.quant.scheme import Scheme
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import Part, Weight, scale_by, set_forms
 
@@ -24,18 +23,18 @@ from quire.layers.weights import Part, Weight, scale_by, set_forms
 class SharedExpert(nn.Module):
     """The expert that every token passes through, as a block of its own."""
 
-    def __init__(self, names: ExpertNames, shape: MoEShape, dtype: torch.dtype, ops: Ops, scheme: Scheme):
+    def __init__(self, names: ExpertNames, shape: MoEShape, build: Build):
         super().__init__()
         inner, (gate_name, up_name, down_name) = shape.shared_width, names.of_shared()
-        self.gate_up = Linear(shape.width, [(gate_name, inner), (up_name, inner)], dtype=dtype, scheme=scheme)
-        self.down = Linear(inner, [(down_name, shape.width)], dtype=dtype, scheme=scheme)
+        self.gate_up = Linear(shape.width, [(gate_name, inner), (up_name, inner)], build=build)
+        self.down = Linear(inner, [(down_name, shape.width)], build=build)
         set_forms(self.down, (scale_by(shape.shared_scale),))
         self.curve: Curve = "silu"
-        self.ops = ops
+        self.ops = build.ops
         self.gate = None
         if shape.shared_gated:
             gate = [(f"{names.prefix}.{names.shared_gate}", 1)]
-            self.gate = Linear(shape.width, gate, dtype=dtype, scheme=Dense(ops))
+            self.gate = Linear(shape.width, gate, build=build.with_scheme(Dense(build.ops)))
 
     def forward(self, x: Tensor, stream: Tensor) -> Tensor:
         """Returns the residual stream plus this expert's output. x: the normed stream; both [tokens, width]"""
@@ -62,9 +61,7 @@ class MoE(nn.Module):
         norm: Norm | None,
         shape: MoEShape,
         *,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
         experts: Experts | None = None,
         shared: nn.Module | None = None,
         join: ResidualJoin | None = None,
@@ -74,16 +71,16 @@ class MoE(nn.Module):
         """
         super().__init__()
         self.norm = norm
-        self.ops = ops
-        self.experts = experts or Experts.from_names(names, shape, dtype, scheme, num_merged_experts(shape, ops))
+        self.ops = build.ops
+        self.experts = experts or Experts.from_names(names, shape, build, num_merged_experts(shape, build.ops))
         merged = self.experts.num_shared
         self.routing = replace(shape.routing, num_shared=merged, shared_gated=merged > 0 and shape.shared_gated)
         num, router = shape.routing.num_experts, f"{names.prefix}.{names.router}"
         rows = [(f"{router}.weight", num)]
         if self.routing.shared_gated:
             rows.append((f"{names.prefix}.{names.shared_gate}.weight", 1))
-        self.router = Weight.stacked(rows, (shape.width,), dtype)
-        self.router_bias = Weight.whole(f"{router}.bias", (num,), dtype) if shape.router_bias else None
+        self.router = Weight.stacked(rows, (shape.width,), build.dtype)
+        self.router_bias = Weight.whole(f"{router}.bias", (num,), build.dtype) if shape.router_bias else None
         self.choice_bias = None
         if shape.choice_bias:
             size = (num,) if names.choice_bias_rows is None else (names.choice_bias_rows, num)
@@ -91,7 +88,7 @@ class MoE(nn.Module):
             self.choice_bias = Weight((num,), torch.float32, (line,))
         self.shared = shared
         if shared is None and shape.shared_width and not merged:
-            self.shared = SharedExpert(names, shape, dtype, ops, scheme)
+            self.shared = SharedExpert(names, shape, build)
         self.join = join or ResidualJoin()
 
     @property

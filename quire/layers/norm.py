@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.head_layout import HeadOrder
 from quire.layers.weights import Form, Part, Weight, set_forms
 
@@ -29,11 +29,11 @@ class RMSNorm(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, name: str, width: int, eps: float, dtype: torch.dtype, ops: Ops, offset: float = 0.0):
+    def __init__(self, name: str, width: int, eps: float, build: Build, offset: float = 0.0):
         super().__init__()
-        self.weight = _norm_weight(f"{name}.weight", width, dtype, offset)
+        self.weight = _norm_weight(f"{name}.weight", width, build.dtype, offset)
         self.eps = eps
-        self.ops = ops
+        self.ops = build.ops
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
@@ -56,7 +56,7 @@ class LayerNorm(nn.Module):
         name: str,
         width: int,
         eps: float,
-        dtype: torch.dtype,
+        build: Build,
         *,
         weight: bool = True,
         bias: bool = True,
@@ -64,8 +64,8 @@ class LayerNorm(nn.Module):
     ):
         super().__init__()
         self.width = width
-        self.weight = _norm_weight(f"{name}.weight", width, dtype, offset) if weight else None
-        self.bias = Weight.whole(f"{name}.bias", (width,), dtype) if bias else None
+        self.weight = _norm_weight(f"{name}.weight", width, build.dtype, offset) if weight else None
+        self.bias = Weight.whole(f"{name}.bias", (width,), build.dtype) if bias else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class QKNorm(nn.Module):
         prefix: str,
         head_dim: int,
         eps: float,
-        dtype: torch.dtype,
+        build: Build,
         *,
         offset: float = 0.0,
         order: HeadOrder | None = None,
@@ -101,8 +101,8 @@ class QKNorm(nn.Module):
     ):
         """`order`: order of the heads' elements. `names`: names of the two norms in the checkpoint."""
         super().__init__()
-        self.q_weight = _norm_weight(f"{prefix}.{names[0]}.weight", head_dim, dtype, offset, order)
-        self.k_weight = _norm_weight(f"{prefix}.{names[1]}.weight", head_dim, dtype, offset, order)
+        self.q_weight = _norm_weight(f"{prefix}.{names[0]}.weight", head_dim, build.dtype, offset, order)
+        self.k_weight = _norm_weight(f"{prefix}.{names[1]}.weight", head_dim, build.dtype, offset, order)
         self.eps = eps
 
 
@@ -120,17 +120,17 @@ class PostRopeQKNorm(QKNorm):
         prefix: str,
         head_dim: int,
         eps: float,
-        dtype: torch.dtype,
+        build: Build,
         *,
         order: HeadOrder | None = None,
         names: tuple[str, str] = ("q_norm", "k_norm"),
     ):
-        super().__init__(prefix, head_dim, eps, dtype, names=names)
+        super().__init__(prefix, head_dim, eps, build, names=names)
         set_forms(self, (torch.ones_like,))
         lines = (
             Part(f"{prefix}.{name}.weight", (head_dim,), row, row + 1, form=order) for row, name in enumerate(names)
         )
-        self.post_rope_weights = Weight((2, head_dim), dtype, tuple(lines))
+        self.post_rope_weights = Weight((2, head_dim), build.dtype, tuple(lines))
 
     def apply_weights(self, q: Tensor) -> Tensor:
         """Multiplies queries after rope by both weights, in place. q [tokens, heads, head_dim]"""
@@ -146,14 +146,13 @@ class WideQKNorm(nn.Module):
         q_width: int,
         k_width: int,
         eps: float,
-        dtype: torch.dtype,
-        ops: Ops,
+        build: Build,
         order: HeadOrder | None = None,
     ):
         """`order`: order of the heads' elements."""
         super().__init__()
-        self.q_norm = RMSNorm(f"{prefix}.q_norm", q_width, eps, dtype, ops)
-        self.k_norm = RMSNorm(f"{prefix}.k_norm", k_width, eps, dtype, ops)
+        self.q_norm = RMSNorm(f"{prefix}.q_norm", q_width, eps, build)
+        self.k_norm = RMSNorm(f"{prefix}.k_norm", k_width, eps, build)
         for norm in (self.q_norm, self.k_norm) if order is not None else ():
             set_forms(norm, (order,))
         self.widths = (q_width, k_width)
@@ -192,7 +191,7 @@ class HeadLayerNorm(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         eps: float,
-        dtype: torch.dtype,
+        build: Build,
         order: HeadOrder | None = None,
     ):
         """`order`: order of the heads' elements."""
@@ -206,8 +205,8 @@ class HeadLayerNorm(nn.Module):
             return q_parts + _head_parts(k_name, kind, kept, num_heads, num_kv_heads, head_dim, order)
 
         joined = (parts("weight", "rows"),) if norms.kept == "apart" else ()  # the layout of GGUF files
-        self.weight = Weight(shape, dtype, parts("weight"), joined)
-        self.bias = Weight(shape, dtype, parts("bias")) if norms.bias else None
+        self.weight = Weight(shape, build.dtype, parts("weight"), joined)
+        self.bias = Weight(shape, build.dtype, parts("bias")) if norms.bias else None
 
     def forward(self, qkv: Tensor) -> Tensor:
         """Norms queries and keys in place. qkv [tokens, (heads + 2 kv_heads) * head_dim]"""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.angles import Angles
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.types import QuireError
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -118,15 +118,13 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 class Rope:
     """Computes the angles of a step's tokens for one `RopeConfig`."""
 
-    def __init__(
-        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, ops: Ops, still_dim: int = 0
-    ):
+    def __init__(self, config: RopeConfig, head_dim: int, build: Build, still_dim: int = 0):
         """`still_dim`: elements of a head without rotation: the end of each half (see `layers.head_layout`)."""
         turning = inverse_frequencies(config, head_dim - still_dim)
-        self.frequencies = torch.cat((turning, torch.zeros(still_dim // 2))).to(device)
+        self.frequencies = torch.cat((turning, torch.zeros(still_dim // 2))).to(build.device)
         self.scale = config.angle_scale
-        self.dtype = dtype
-        self.ops = ops
+        self.dtype = build.dtype
+        self.ops = build.ops
 
     def angles(self, positions: Tensor) -> Angles:
         """Returns cos and sin for the positions of a step. positions [tokens]"""

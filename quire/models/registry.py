@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from quire.kernels.table import Ops
-from quire.layers.quant import Scheme
+from quire.layers.build import Build
 from quire.layers.step import Step
 from quire.types import CacheSpec, QuireError
 
@@ -203,12 +201,7 @@ class Family(Protocol):
         self,
         config: Any,
         *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ) -> Model: ...
 
 

@@ -20,6 +20,8 @@ from quire import LLM
 from quire.config import Config
 from quire.config_build import override_config
 from quire.files.source import resolve_model
+from quire.kernels.table import REFERENCE
+from quire.layers.build import Build
 from quire.models import registry
 from quire.models.fallback import model as fallback
 from quire.models.fallback import tensor_names as fallback_names
@@ -66,8 +68,8 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 def test_weights_are_not_quantized_there(monkeypatch: pytest.MonkeyPatch) -> None:
     config = fallback.FallbackModel.read_config({"model_type": "opt"})
     with pytest.raises(QuireError, match="can't be quantized"):
-        fallback.FallbackModel(config, dtype=torch.float32, cache_dtype=torch.float32, device=CPU, page_tokens=4,
-                               ops=None, scheme=object())  # type: ignore[arg-type]  # fmt: skip
+        scheme: Any = object()
+        fallback.FallbackModel(config, build=Build.plain(torch.float32, REFERENCE, scheme))
 
 
 def save_opt(folder: Path) -> Path:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quire.kernels.table import REFERENCE
 from quire.kernels.validation.trials import failure
+from quire.layers.build import Build
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -24,10 +25,9 @@ from tests.cpu.families.fp8_in_torch import Fp8InTorch, Kernels
 
 
 def make_block(scheme: Scheme, width: int, inner_width: int) -> GatedMLP:
-    norm = RMSNorm("norm", width, 1e-5, torch.float32, REFERENCE)
-    block = GatedMLP(
-        "mlp", norm, width, inner_width, bias=True, dtype=torch.float32, scheme=scheme, join=ResidualJoin()
-    )
+    build = Build.plain(torch.float32, REFERENCE, scheme)
+    norm = RMSNorm("norm", width, 1e-5, build)
+    block = GatedMLP("mlp", norm, width, inner_width, bias=True, build=build, join=ResidualJoin())
     generator = torch.Generator().manual_seed(3)
     for module, name, weight in list(iter_weights(block)):
         put_weight(module, name, torch.randn(weight.shape, generator=generator))
@@ -55,8 +55,8 @@ def test_widths_need_not_be_multiples(width: int, inner_width: int, num_rows: in
 @pytest.mark.parametrize(("width", "inner_width"), [(64, 96), (64, 40), (50, 33)], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_their_products_are_tried_with_the_gate_that_is_used(width: int, inner_width: int, activation: str) -> None:
-    block = GatedMLP("mlp", None, width, inner_width, bias=False, dtype=torch.float32, scheme=Fp8InTorch(),
-                     activation=activation)  # fmt: skip
+    block = GatedMLP("mlp", None, width, inner_width, bias=False,
+                     build=Build.plain(torch.float32, REFERENCE, Fp8InTorch()), activation=activation)  # fmt: skip
     trials = Trials(nn.ModuleList([block]), torch.float32, torch.device("cpu"), 64)
     rows = list(trials._norms_and_products())
     assert [row.name for row in rows] == ["FP8 product", "FP8 product with its gate"]

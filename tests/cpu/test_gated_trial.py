@@ -17,8 +17,9 @@ from quire.kernels.activations import Curve
 from quire.kernels.table import REFERENCE, FirstWinner, Ops
 from quire.kernels.validation import gated_trial as trial_gated
 from quire.kernels.validation.gated_trial import GatedTrialShape, is_quicker, settle_gated, try_gated
+from quire.layers.build import Build
 from quire.layers.mlp import GatedMLP
-from quire.layers.quant import Dense, Fp8
+from quire.layers.quant import Fp8
 from quire.models.loading.kernel_trials import Trials
 from quire.types import QuireError
 
@@ -155,7 +156,7 @@ def test_the_row_takes_many_rows_of_its_own_shape_only() -> None:
 
 def test_the_largest_plain_product_of_a_model_is_tried() -> None:
     def block(inner_width: int, scheme: Any = None, bias: bool = False, activation: str = "silu") -> GatedMLP:
-        return GatedMLP("mlp", None, 64, inner_width, bias=bias, dtype=torch.bfloat16, scheme=scheme or Dense(TABLE),
+        return GatedMLP("mlp", None, 64, inner_width, bias=bias, build=Build.plain(torch.bfloat16, TABLE, scheme),
                         activation=activation)  # fmt: skip
 
     def gate_up(*blocks: GatedMLP) -> GatedTrialShape | None:

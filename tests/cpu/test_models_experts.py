@@ -29,10 +29,10 @@ from quire.kernels.expert_types import Routing, plain_matrix, quantize_matrix
 from quire.kernels.formats.packed_ints import dequantize_mxfp4
 from quire.kernels.reference.experts import route, run_experts
 from quire.kernels.table import REFERENCE
+from quire.layers.build import Build
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Dense
 from quire.layers.weights import iter_weights, put_weight
 from quire.models.families.deepseek import DeepSeekConfig, DeepSeekModel
 from quire.models.loading import loader
@@ -115,9 +115,10 @@ def test_layers_for_drafting_are_left_out(tmp_path: Path) -> None:
 def test_a_shared_expert_leaves_alone_what_the_others_read(is_normed: bool, is_gated: bool) -> None:
     """Its sum takes the stream's memory; without a norm the routed experts read that very stream."""
     shape = MoEShape(16, 8, Routing(4, 2), shared_width=8, shared_gated=is_gated)
-    norm = RMSNorm("norm", 16, 1e-6, torch.float32, REFERENCE) if is_normed else None
+    build = Build.plain(torch.float32, REFERENCE)
+    norm = RMSNorm("norm", 16, 1e-6, build) if is_normed else None
     moe: Any = MoE(
-        ExpertNames("mlp"), norm, shape, dtype=torch.float32, ops=REFERENCE, scheme=Dense(REFERENCE)
+        ExpertNames("mlp"), norm, shape, build=build
     )  # fmt: skip
     torch.manual_seed(1)
     for module, name, weight in list(iter_weights(moe)):

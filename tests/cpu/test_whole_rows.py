@@ -10,8 +10,8 @@ import torch
 
 from quire.kernels.table import REFERENCE
 from quire.layers import weights
+from quire.layers.build import Build
 from quire.layers.linear import Linear
-from quire.layers.quant import Dense
 from quire.layers.weights import PADDED_FROM_ROWS, empty_padded_matrix, put_weight, with_zero_rows
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_only_large_odd_matrices_on_a_gpu_have_some(made: Any) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_is_of_the_rows_that_count(bias: bool, made: Any) -> None:
     rows = PADDED_FROM_ROWS + 3
-    linear = Linear(16, [("head", rows)], bias=bias, dtype=torch.float32, scheme=Dense(REFERENCE))
+    linear = Linear(16, [("head", rows)], bias=bias, build=Build.plain(torch.float32, REFERENCE))
     generator = torch.Generator().manual_seed(4)
     put_weight(linear, "weight", made(rows).normal_(generator=generator))
     if bias:

@@ -147,6 +147,7 @@ def check_fp8_quantize(where: Where) -> None:
 def check_fp8_scheme(where: Where) -> None:
     """Layers of sizes that the matrix units do not take, by one row and by several."""
     from quire.kernels.table import REFERENCE
+    from quire.layers.build import Build
     from quire.layers.linear import Linear
     from quire.layers.quant import Fp8
     from quire.layers.weights import own_weights, put_weight
@@ -156,7 +157,8 @@ def check_fp8_scheme(where: Where) -> None:
     for dtype, (in_features, out_features) in itertools.product(
         where.dtypes, [(1024, 512), (1000, 512), (1024, 498), (100, 37), (5, 3)]
     ):
-        linear = Linear(in_features, [("matrix", out_features)], bias=True, dtype=dtype, scheme=Fp8(REFERENCE))
+        build = Build.plain(dtype, REFERENCE, Fp8(REFERENCE))
+        linear = Linear(in_features, [("matrix", out_features)], bias=True, build=build)
         for name, weight in own_weights(linear):
             put_weight(linear, name, where.normal(*weight.shape, dtype=dtype))
         assert linear.bias is not None

@@ -20,6 +20,8 @@ FORBIDDEN = [  # contract, importing module, imported module
     (FLOORS, "quire.bench.stats", "quire.chaos.report"),
     (FLOORS, "quire.edge", "quire.runtime.store"),
     (FLOORS, "quire.types.plans", "quire.config"),
+    (FLOORS, "quire.parallel.communicator", "quire.layers.linear"),
+    (FLOORS, "quire.parallel.communicator", "quire.kernels.table"),
     (
         "startup: what builds an engine is above what it is built from",
         "quire.startup.defaults",

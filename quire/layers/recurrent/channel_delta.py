@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.recurrent_types import DeltaWeights, RecurrentShape
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.scheme import Scheme
 from quire.layers.recurrent.state import RecurrentLayersPlan
 from quire.layers.recurrent.weights import conv_taps_apart
 from quire.layers.weights import Part, Weight
@@ -34,29 +33,26 @@ class ChannelDeltaNet(nn.Module):
         width: int,
         shape: RecurrentShape,
         cache_index: int,
-        *,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         super().__init__()
         self.norm = norm
         self.shape = shape
         self.cache_index = cache_index
-        self.ops = ops
+        self.ops = build.ops
         self.rank = shape.key_dim
         heads, keys, values = shape.num_heads, shape.keys, shape.values
         rows = {"q": keys, "k": keys, "v": values, "b": heads, "f_a": self.rank, "g_a": self.rank}
         sources = [(f"{prefix}.{name}_proj", count) for name, count in rows.items()]
-        self.project = Linear(width, sources, dtype=dtype, scheme=scheme)
-        self.forget = Linear(self.rank, [(f"{prefix}.f_b_proj", keys)], dtype=dtype, scheme=scheme)
-        self.gate = Linear(self.rank, [(f"{prefix}.g_b_proj", values)], dtype=dtype, scheme=scheme)
-        self.conv = conv_taps_apart(prefix, (keys, keys, values), shape.conv_len, dtype)
+        self.project = Linear(width, sources, build=build)
+        self.forget = Linear(self.rank, [(f"{prefix}.f_b_proj", keys)], build=build)
+        self.gate = Linear(self.rank, [(f"{prefix}.g_b_proj", values)], build=build)
+        self.conv = conv_taps_apart(prefix, (keys, keys, values), shape.conv_len, build.dtype)
         decay = Part(f"{prefix}.A_log", (1, 1, heads, 1), 0, heads, form=torch.flatten)
         self.a_log = Weight((heads,), torch.float32, (decay,))
         self.dt_bias = Weight.whole(f"{prefix}.dt_bias", (keys,), torch.float32)
-        self.gated_norm = Weight.whole(f"{prefix}.o_norm.weight", (shape.value_dim,), dtype)
-        self.out = Linear(values, [(f"{prefix}.o_proj", width)], dtype=dtype, scheme=scheme)
+        self.gated_norm = Weight.whole(f"{prefix}.o_norm.weight", (shape.value_dim,), build.dtype)
+        self.out = Linear(values, [(f"{prefix}.o_proj", width)], build=build)
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
         """Returns the residual stream plus this layer's output. stream [tokens, width]"""

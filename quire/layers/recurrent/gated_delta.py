@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.recurrent_types import DeltaWeights, RecurrentShape
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.scheme import Scheme
 from quire.layers.recurrent.state import RecurrentLayersPlan
 from quire.layers.recurrent.weights import conv_taps, conv_taps_apart, log_decay
 from quire.layers.weights import Form, Part, Reorder, Weight, set_forms
@@ -75,9 +74,7 @@ class GatedDeltaNet(nn.Module):
         cache_index: int,
         *,
         layout: DeltaLayout,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
         gated_eps: float | None = None,
     ):
         """`gated_eps`: epsilon of the gated norm; None: that of `norm`."""
@@ -85,23 +82,23 @@ class GatedDeltaNet(nn.Module):
         self.norm = norm
         self.shape = shape
         self.cache_index = cache_index
-        self.ops = ops
+        self.ops = build.ops
         self.gated_eps = norm.eps if gated_eps is None else gated_eps
         heads = shape.num_heads
         tensors = _tensors(shape, layout)
         sources = [(f"{prefix}.{name}", rows) for name, (rows, _) in tensors.items()]
-        self.project = Linear(width, sources, dtype=dtype, scheme=scheme)
+        self.project = Linear(width, sources, build=build)
         set_forms(self.project, [form for _, form in tensors.values()])
         values, each, channels = _head_forms(shape, layout)
         if layout.apart:
-            self.conv = conv_taps_apart(prefix, (shape.keys, shape.keys, shape.values), shape.conv_len, dtype)
+            self.conv = conv_taps_apart(prefix, (shape.keys, shape.keys, shape.values), shape.conv_len, build.dtype)
         else:
-            self.conv = conv_taps(f"{prefix}.conv1d", shape.channels, shape.conv_len, dtype, channels)
+            self.conv = conv_taps(f"{prefix}.conv1d", shape.channels, shape.conv_len, build.dtype, channels)
         self.a_log = log_decay(f"{prefix}.A", heads, each)
         self.dt_bias = Weight((heads,), torch.float32, (Part(f"{prefix}.dt_bias", (heads,), 0, heads, form=each),))
         norm_name, out_name = ("o_norm", "o_proj") if layout.apart else ("norm", "out_proj")
-        self.gated_norm = Weight.whole(f"{prefix}.{norm_name}.weight", (shape.value_dim,), dtype)
-        self.out = Linear(shape.values, [(f"{prefix}.{out_name}", width)], dtype=dtype, scheme=scheme)
+        self.gated_norm = Weight.whole(f"{prefix}.{norm_name}.weight", (shape.value_dim,), build.dtype)
+        self.out = Linear(shape.values, [(f"{prefix}.{out_name}", width)], build=build)
         set_forms(self.out, (None if values is None else UntileHeadColumns(values),))
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.recurrent_types import MambaWeights, RecurrentShape
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.scheme import Scheme
 from quire.layers.recurrent.state import RecurrentLayersPlan
 from quire.layers.recurrent.weights import conv_taps, log_decay
 from quire.layers.weights import Weight
@@ -52,28 +51,25 @@ class Mamba2(nn.Module):
         shape: RecurrentShape,
         cache_index: int,
         options: MambaOptions,
-        *,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         super().__init__()
         self.norm = norm
         self.shape = shape
         self.cache_index = cache_index
         self.options = options
-        self.ops = ops
+        self.ops = build.ops
         heads, channels = shape.num_heads, shape.channels
         rows = shape.values + channels + heads
-        self.project = Linear(width, [(f"{prefix}.in_proj", rows)], bias=options.bias, dtype=dtype, scheme=scheme)
-        self.conv = conv_taps(f"{prefix}.conv1d", channels, shape.conv_len, dtype)
-        self.conv_bias = Weight.whole(f"{prefix}.conv1d.bias", (channels,), dtype) if options.conv_bias else None
+        self.project = Linear(width, [(f"{prefix}.in_proj", rows)], bias=options.bias, build=build)
+        self.conv = conv_taps(f"{prefix}.conv1d", channels, shape.conv_len, build.dtype)
+        self.conv_bias = Weight.whole(f"{prefix}.conv1d.bias", (channels,), build.dtype) if options.conv_bias else None
         self.a_log = log_decay(f"{prefix}.A", heads)
         self.dt_bias = Weight.whole(f"{prefix}.dt_bias", (heads,), torch.float32)
         self.skip = Weight.whole(f"{prefix}.D", (heads,), torch.float32)
-        self.gated_norm = Weight.whole(f"{prefix}.norm.weight", (shape.values,), dtype) if options.norm else None
+        self.gated_norm = Weight.whole(f"{prefix}.norm.weight", (shape.values,), build.dtype) if options.norm else None
         out_bias = options.bias if options.out_bias is None else options.out_bias
-        self.out = Linear(shape.values, [(f"{prefix}.out_proj", width)], bias=out_bias, dtype=dtype, scheme=scheme)
+        self.out = Linear(shape.values, [(f"{prefix}.out_proj", width)], bias=out_bias, build=build)
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
         """Returns the residual stream plus this layer's output. stream [tokens, width]"""

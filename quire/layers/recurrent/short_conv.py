@@ -5,14 +5,12 @@ Everything between the two projections is one op, as in the other recurrent laye
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from quire.kernels.recurrent_types import ConvShape, ConvWeights
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.scheme import Scheme
 from quire.layers.recurrent.state import RecurrentLayersPlan
 from quire.layers.recurrent.weights import conv_taps
 from quire.layers.weights import Weight
@@ -32,21 +30,19 @@ class ShortConv(nn.Module):
         cache_index: int,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         """`bias`: whether the convolution and both projections have one."""
         super().__init__()
         self.norm = norm
         self.shape = shape
         self.cache_index = cache_index
-        self.ops = ops
+        self.ops = build.ops
         width = shape.channels
-        self.project = Linear(width, [(f"{prefix}.in_proj", 3 * width)], bias=bias, dtype=dtype, scheme=scheme)
-        self.conv = conv_taps(f"{prefix}.conv", width, shape.conv_len, dtype)
-        self.conv_bias = Weight.whole(f"{prefix}.conv.bias", (width,), dtype) if bias else None
-        self.out = Linear(width, [(f"{prefix}.out_proj", width)], bias=bias, dtype=dtype, scheme=scheme)
+        self.project = Linear(width, [(f"{prefix}.in_proj", 3 * width)], bias=bias, build=build)
+        self.conv = conv_taps(f"{prefix}.conv", width, shape.conv_len, build.dtype)
+        self.conv_bias = Weight.whole(f"{prefix}.conv.bias", (width,), build.dtype) if bias else None
+        self.out = Linear(width, [(f"{prefix}.out_proj", width)], bias=bias, build=build)
 
     def forward(self, stream: Tensor, plan: RecurrentLayersPlan) -> Tensor:
         """Returns the residual stream plus this layer's output. stream [tokens, width]"""

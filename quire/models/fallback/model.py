@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.table import Ops
 from quire.layers.attention import plan_attention
-from quire.layers.quant import Dense, Fp16Packed, Scheme
+from quire.layers.build import Build
+from quire.layers.quant import Dense, Fp16Packed
 from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.models.fallback.attention import PagedStep, unsupported
 from quire.models.fallback.build import (
@@ -78,39 +78,33 @@ class FallbackModel(nn.Module):
     def __init__(
         self,
         config: FallbackConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         super().__init__()
-        if not isinstance(scheme, (Dense, Fp16Packed)):
+        if not all(isinstance(scheme, (Dense, Fp16Packed)) for scheme in build.schemes.kinds):
             what = f"{config.model_type} runs through transformers, where weights can't be quantized."
             raise QuireError("invalid_parameter", what, "Leave quant out.", param="quant")
-        self.ops = ops
+        self.ops = build.ops
         sizes = {key: getattr(config.hf, key, None) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
         self.vocab_size = whole(sizes, "vocab_size")
         width, _ = whole(sizes, "hidden_size"), whole(sizes, "num_hidden_layers")
         layout = find_cache_layout(config.hf)
         self.max_positions = _max_positions(config.hf, 2048 if layout.shapes else MAX_POSITIONS)
-        self.causal = build_on_meta(config.hf, dtype, layout.attention)
+        self.causal = build_on_meta(config.hf, build.dtype, layout.attention)
         self.gathers, self.own = layout.gathers, layout.own
         self.notes = (f"{config.model_type} {SLOWER}{ROW_BY_ROW if layout.gathers else ''}.",)
         self.layer_shapes = layout.shapes
-        self.paged_specs = cache_specs(layout.shapes, cache_dtype, page_tokens)
-        self.states = StateSlots.of(layout.states, dtype, page_tokens)
-        index = index_specs(layout.index_dims, cache_dtype, page_tokens)
+        self.paged_specs = cache_specs(layout.shapes, build.cache_dtype, build.page_tokens)
+        self.states = StateSlots.of(layout.states, build.dtype, build.page_tokens)
+        index = index_specs(layout.index_dims, build.cache_dtype, build.page_tokens)
         self.specs = [*self.paged_specs, *index, *self.states.specs]
         # Assumed until `verify` measures it: layers continue from a state with several tokens, and batches are
         # possible.
         self.continues_states, self.separate_rows = True, layout.gathers
         self._call_rows = MANY if layout.own is None else max(CALL_BYTES // self.states.layer_bytes, 1)
         self.places, self.index_places = place_layers(self.paged_specs), place_layers(index)
-        rebuild_buffers(self.causal, config.model_type, device)
-        make_weights(self.causal, dtype)
+        rebuild_buffers(self.causal, config.model_type, build.device)
+        make_weights(self.causal, build.dtype)
         self.head = _Head(self.causal)
         self.ignored_patterns = tuple(getattr(self.causal, "_keys_to_ignore_on_load_unexpected", None) or ())
         widest = max(max(module.weight.shape) for module in self.causal.modules() if isinstance(module, nn.Linear))
@@ -118,7 +112,7 @@ class FallbackModel(nn.Module):
         self._call_tokens, self._call_bytes = 0, 0
         if layout.states or layout.gathers:
             max_len = min(self.max_positions, config.served_len or self.max_positions)
-            self._call_tokens, self._call_bytes = measure_call(config.hf, layout, dtype, max_len)
+            self._call_tokens, self._call_bytes = measure_call(config.hf, layout, build.dtype, max_len)
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> FallbackConfig:

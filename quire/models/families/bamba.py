@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
+from quire.layers.build import Build
 from quire.layers.head_layout import HeadOrder
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.mamba import MambaOptions
 from quire.layers.rope import Rope, RopeConfig
 from quire.models.families.hybrid import (
@@ -94,24 +92,18 @@ class BambaModel(HybridModel):
     def __init__(
         self,
         config: BambaConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         shape = config.shape
         attention = shape.attention
         assert isinstance(attention, AttentionShape)
         unrotated = attention.head_dim - attention.head_dim // 2
-        mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
+        mixers = Mixers(shape, config.options, config.attention_bias, build)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"
             name = "pre_ff_layernorm" if place % 2 else "input_layernorm"
-            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, build)
             if shape.blocks[place] != "plain":
                 return mixers.make(place, layer, norm, cache_index)
             return GatedMLP(
@@ -120,11 +112,10 @@ class BambaModel(HybridModel):
                 shape.width,
                 config.inner_width,
                 bias=config.mlp_bias,
-                dtype=dtype,
-                scheme=scheme,
+                build=build,
             )
 
-        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=unrotated)
+        rope = Rope(config.rope, attention.head_dim, build, still_dim=unrotated)
         names = HybridNames("model.embed_tokens", "model.final_layernorm")
         super().__init__(
             shape,
@@ -132,11 +123,7 @@ class BambaModel(HybridModel):
             make_block,
             rope,
             block_activations(shape, 3 * config.inner_width),
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
         )
 
     @staticmethod

@@ -12,20 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
 from quire.kernels.expert_types import Routing
-from quire.kernels.table import Ops
 from quire.layers.attention import AttentionPlan, plan_attention, plan_sampled_attention
+from quire.layers.build import Build
 from quire.layers.embedding import Embedding, Head
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.latent import Form, LatentAttention, LatentShape, latent_spec
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.rope import Rope, RopeConfig, yarn_magnitude
 from quire.layers.step import Step
 from quire.layers.weights import scale_by, set_forms
@@ -120,24 +118,24 @@ class DeepSeekConfig:
 class DeepSeekLayer(nn.Module):
     """Latent attention, and a feed-forward block or experts."""
 
-    def __init__(self, index: int, config: DeepSeekConfig, dtype: torch.dtype, ops: Ops, scheme: Scheme):
+    def __init__(self, index: int, config: DeepSeekConfig, build: Build):
         super().__init__()
         prefix, width = f"model.layers.{index}", config.attention.width
-        norm = RMSNorm(f"{prefix}.input_layernorm", width, config.norm_eps, dtype, ops)
+        norm = RMSNorm(f"{prefix}.input_layernorm", width, config.norm_eps, build)
         self.attention = LatentAttention(
-            f"{prefix}.self_attn", norm, config.attention, index, form=config.form, dtype=dtype, ops=ops, scheme=scheme
+            f"{prefix}.self_attn", norm, config.attention, index, form=config.form, build=build
         )
         scale = scale_by(config.residual_scale)
         set_forms(self.attention.out, (scale,))
-        norm = RMSNorm(f"{prefix}.post_attention_layernorm", width, config.norm_eps, dtype, ops)
+        norm = RMSNorm(f"{prefix}.post_attention_layernorm", width, config.norm_eps, build)
         self.mlp: nn.Module
         if config.moe is None or index not in config.sparse_layers:
             inner, bias = config.dense_width, config.mlp_bias
-            self.mlp = GatedMLP(f"{prefix}.mlp", norm, width, inner, bias=bias, dtype=dtype, scheme=scheme)
+            self.mlp = GatedMLP(f"{prefix}.mlp", norm, width, inner, bias=bias, build=build)
             set_forms(self.mlp.down, (scale,))
         else:
             names = ExpertNames(f"{prefix}.mlp", shared="shared_experts")
-            self.mlp = MoE(names, norm, config.moe, dtype=dtype, ops=ops, scheme=scheme)
+            self.mlp = MoE(names, norm, config.moe, build=build)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """Runs a layer over stream [tokens, width]. After attention only the tokens that `plan` selects remain."""
@@ -151,33 +149,27 @@ class DeepSeekModel(nn.Module):
     def __init__(
         self,
         config: DeepSeekConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         super().__init__()
         self.config = config
         self.ignored_tensors = config.ignored_tensors
-        self.ops = ops
+        self.ops = build.ops
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         shape = config.attention
         mixture = 0 if config.moe is None else moe_activations(config.moe)
         blocks = max(shape.activation_elements, 3 * config.dense_width, mixture)
         self.activation_elements = 4 * shape.width + blocks
-        self.specs = [latent_spec(shape, config.form, tuple(range(config.num_layers)), cache_dtype, page_tokens)]
-        self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, dtype, config.embedding_scale, scheme)
-        self.layers = nn.ModuleList(
-            DeepSeekLayer(index, config, dtype, ops, scheme) for index in range(config.num_layers)
-        )
-        self.norm = RMSNorm("model.norm", shape.width, config.norm_eps, dtype, ops)
+        self.specs = [
+            latent_spec(shape, config.form, tuple(range(config.num_layers)), build.cache_dtype, build.page_tokens)
+        ]
+        self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, build, config.embedding_scale)
+        self.layers = nn.ModuleList(DeepSeekLayer(index, config, build) for index in range(config.num_layers))
+        self.norm = RMSNorm("model.norm", shape.width, config.norm_eps, build)
         head = EMBEDDING if config.tied else "lm_head"
-        self.head = Head(head, config.vocab_size, shape.width, dtype, scheme, scale=config.logit_scale)
-        self.rope = Rope(config.rope, shape.rope_dim, dtype, device, ops)
+        self.head = Head(head, config.vocab_size, shape.width, build, scale=config.logit_scale)
+        self.rope = Rope(config.rope, shape.rope_dim, build)
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> DeepSeekConfig:

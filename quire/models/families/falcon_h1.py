@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
 from quire.kernels.recurrent_types import RecurrentShape
-from quire.kernels.table import Ops
 from quire.layers.attention import Attention, AttentionPlan, AttentionShape
+from quire.layers.build import Build
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.mamba import Mamba2, MambaOptions
 from quire.layers.recurrent.state import RecurrentLayersPlan
 from quire.layers.rope import Rope, RopeConfig
@@ -152,13 +150,7 @@ class FalconH1Model(HybridModel):
     def __init__(
         self,
         config: FalconH1Config,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         shape, by = config.shape, config.multipliers
         attention, recurrent = shape.attention, shape.recurrent
@@ -167,7 +159,7 @@ class FalconH1Model(HybridModel):
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"
             name = "pre_ff_layernorm" if place % 2 else "input_layernorm"
-            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, build)
             if shape.blocks[place] == "plain":
                 block = GatedMLP(
                     f"{layer}.feed_forward",
@@ -175,8 +167,7 @@ class FalconH1Model(HybridModel):
                     shape.width,
                     config.inner_width,
                     bias=config.mlp_bias,
-                    dtype=dtype,
-                    scheme=scheme,
+                    build=build,
                 )
                 set_forms(block.gate_up, (scale_by(by.gate), None))
                 set_forms(block.down, (scale_by(by.down),))
@@ -190,9 +181,7 @@ class FalconH1Model(HybridModel):
                 qkv_bias=bias,
                 out_bias=bias,
                 qk_norm=None,
-                dtype=dtype,
-                ops=ops,
-                scheme=scheme,
+                build=build,
             )
             mamba = Mamba2(
                 f"{layer}.mamba",
@@ -201,14 +190,12 @@ class FalconH1Model(HybridModel):
                 recurrent,
                 cache_index,
                 config.options,
-                dtype=dtype,
-                ops=ops,
-                scheme=scheme,
+                build=build,
             )
             _scale_mixers(attending, mamba, recurrent, by)
             return ParallelMixers(attending, mamba)
 
-        rope = Rope(config.rope, attention.head_dim, dtype, device, ops)
+        rope = Rope(config.rope, attention.head_dim, build)
         attended = attention.num_heads * attention.head_dim  # held while the Mamba2 layer runs
         super().__init__(
             shape,
@@ -216,11 +203,7 @@ class FalconH1Model(HybridModel):
             make_block,
             rope,
             block_activations(shape, 3 * config.inner_width) + attended,
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
         )
 
     @staticmethod

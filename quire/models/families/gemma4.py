@@ -18,15 +18,14 @@ from torch.nn import functional
 from quire.kernels.activations import CURVES
 from quire.kernels.angles import Angles, angle_tables
 from quire.kernels.reference import small_ops as reference
-from quire.kernels.table import Ops
 from quire.layers.attention import AttentionPlan, AttentionShape, plan_attention
+from quire.layers.build import Build
 from quire.layers.embedding import Embedding, Head
 from quire.layers.experts import MoEShape
 from quire.layers.linear import Linear
 from quire.layers.mlp import ACTIVATIONS, GatedMLP, check_activation
 from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.step import Step
@@ -127,9 +126,7 @@ class Gemma4Attention(nn.Module):
         k_is_v: bool,
         bias: bool,
         eps: float,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
         join: ResidualJoin,
     ):
         super().__init__()
@@ -137,17 +134,17 @@ class Gemma4Attention(nn.Module):
         self.shape = shape
         self.cache_index = cache_index
         self.eps = eps
-        self.ops = ops
+        self.ops = build.ops
         self.join = join
         self.q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         sources = [(f"{prefix}.q_proj", self.q_rows)]
-        self.q_weight: Tensor = Weight.whole(f"{prefix}.q_norm.weight", (shape.head_dim,), dtype)
+        self.q_weight: Tensor = Weight.whole(f"{prefix}.q_norm.weight", (shape.head_dim,), build.dtype)
         self.k_weight: Tensor | None = None
         if owns_kv:
             sources += [(f"{prefix}.k_proj", kv_rows), (f"{prefix}.{'k_proj' if k_is_v else 'v_proj'}", kv_rows)]
-            self.k_weight = Weight.whole(f"{prefix}.k_norm.weight", (shape.head_dim,), dtype)
-        self.project = Linear(shape.width, sources, bias=bias, dtype=dtype, scheme=scheme)
-        self.out = Linear(self.q_rows, [(f"{prefix}.o_proj", shape.width)], bias=bias, dtype=dtype, scheme=scheme)
+            self.k_weight = Weight.whole(f"{prefix}.k_norm.weight", (shape.head_dim,), build.dtype)
+        self.project = Linear(shape.width, sources, bias=bias, build=build)
+        self.out = Linear(self.q_rows, [(f"{prefix}.o_proj", shape.width)], bias=bias, build=build)
 
     def forward(self, stream: Tensor, angles: Angles, tables: Angles, plan: AttentionPlan) -> Tensor:
         """Adds this block's output to stream [tokens, width]. `tables`: the angles as cosine and sine tables."""
@@ -186,12 +183,11 @@ class LayerInput(nn.Module):
         input_width: int,
         activation: str,
         norm: RMSNorm,
-        dtype: torch.dtype,
-        scheme: Scheme,
+        build: Build,
     ):
         super().__init__()
-        self.down = Linear(width, [(f"{prefix}.per_layer_input_gate", input_width)], dtype=dtype, scheme=scheme)
-        self.up = Linear(input_width, [(f"{prefix}.per_layer_projection", width)], dtype=dtype, scheme=scheme)
+        self.down = Linear(width, [(f"{prefix}.per_layer_input_gate", input_width)], build=build)
+        self.up = Linear(input_width, [(f"{prefix}.per_layer_projection", width)], build=build)
         self.activate = CURVES[ACTIVATIONS[activation]]
         self.join = ResidualJoin(norm)
 
@@ -205,14 +201,12 @@ class Gemma4Layer(nn.Module):
 
     scalar: Tensor
 
-    def __init__(
-        self, index: int, cache_index: int, config: Gemma4Config, dtype: torch.dtype, ops: Ops, scheme: Scheme
-    ):
+    def __init__(self, index: int, cache_index: int, config: Gemma4Config, build: Build):
         super().__init__()
         prefix, layer = f"model.layers.{index}", config.layers[index]
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(f"{prefix}.{name}", config.width, config.eps, dtype, ops)
+            return RMSNorm(f"{prefix}.{name}", config.width, config.eps, build)
 
         self.attention = Gemma4Attention(
             f"{prefix}.self_attn",
@@ -223,9 +217,7 @@ class Gemma4Layer(nn.Module):
             k_is_v=layer.k_is_v,
             bias=config.attention_bias,
             eps=config.eps,
-            dtype=dtype,
-            ops=ops,
-            scheme=scheme,
+            build=build,
             join=ResidualJoin(norm("post_attention_layernorm")),
         )
         experts, last = config.experts, norm("post_feedforward_layernorm")
@@ -235,8 +227,7 @@ class Gemma4Layer(nn.Module):
             config.width,
             layer.inner_width,
             bias=False,
-            dtype=dtype,
-            scheme=scheme,
+            build=build,
             activation=config.activation,
             join=ResidualJoin(last if experts is None else norm("post_feedforward_layernorm_1")),
         )
@@ -249,9 +240,7 @@ class Gemma4Layer(nn.Module):
                 norm("pre_feedforward_layernorm_2"),
                 norm("post_feedforward_layernorm_2"),
                 last,
-                dtype=dtype,
-                ops=ops,
-                scheme=scheme,
+                build=build,
             )
         self.input = None
         if config.input_width:
@@ -261,10 +250,9 @@ class Gemma4Layer(nn.Module):
                 config.input_width,
                 config.activation,
                 norm("post_per_layer_input_norm"),
-                dtype,
-                scheme,
+                build,
             )
-        self.scalar = Weight.whole(f"{prefix}.layer_scalar", (1,), dtype)
+        self.scalar = Weight.whole(f"{prefix}.layer_scalar", (1,), build.dtype)
 
     def forward(
         self, stream: Tensor, given: Tensor | None, angles: Angles, tables: Angles, plan: AttentionPlan
@@ -280,15 +268,15 @@ class LayerInputs(nn.Module):
     embedding.
     """
 
-    def __init__(self, config: Gemma4Config, dtype: torch.dtype, ops: Ops, scheme: Scheme):
+    def __init__(self, config: Gemma4Config, build: Build):
         super().__init__()
         rows = len(config.layers) * config.input_width
         self.input_width = config.input_width
         self.embedding = Embedding(
-            "model.embed_tokens_per_layer", config.input_vocab, rows, dtype, math.sqrt(config.input_width), scheme
+            "model.embed_tokens_per_layer", config.input_vocab, rows, build, math.sqrt(config.input_width)
         )
-        self.project = Linear(config.width, [("model.per_layer_model_projection", rows)], dtype=dtype, scheme=scheme)
-        self.norm = RMSNorm("model.per_layer_projection_norm", config.input_width, config.eps, dtype, ops)
+        self.project = Linear(config.width, [("model.per_layer_model_projection", rows)], build=build)
+        self.norm = RMSNorm("model.per_layer_projection_norm", config.input_width, config.eps, build)
         self.scale = config.width**-0.5
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
@@ -304,18 +292,12 @@ class Gemma4Model(nn.Module):
     def __init__(
         self,
         config: Gemma4Config,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         super().__init__()
         self.config = config
-        self.ops = ops
-        self.dtype = dtype
+        self.ops = build.ops
+        self.dtype = build.dtype
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         widest = max(3 * layer.inner_width for layer in config.layers)
@@ -328,27 +310,25 @@ class Gemma4Model(nn.Module):
             if layer.source != index
             for name in ("k_proj", "v_proj", "k_norm")
         )
-        self.specs = _cache_specs(config, cache_dtype, page_tokens)
+        self.specs = _cache_specs(config, build.cache_dtype, build.page_tokens)
         places = {layer: place for spec in self.specs for place, layer in enumerate(spec.layers)}
         self.embedding = Embedding(
-            "model.embed_tokens", config.vocab_size, config.width, dtype, math.sqrt(config.width), scheme
+            "model.embed_tokens", config.vocab_size, config.width, build, math.sqrt(config.width)
         )
-        self.inputs = LayerInputs(config, dtype, ops, scheme) if config.input_width else None
+        self.inputs = LayerInputs(config, build) if config.input_width else None
         self.layers = nn.ModuleList(
-            Gemma4Layer(index, places[layer.source], config, dtype, ops, scheme)
-            for index, layer in enumerate(config.layers)
+            Gemma4Layer(index, places[layer.source], config, build) for index, layer in enumerate(config.layers)
         )
-        self.norm = RMSNorm("model.norm", config.width, config.eps, dtype, ops)
+        self.norm = RMSNorm("model.norm", config.width, config.eps, build)
         self.head = Head(
             "model.embed_tokens" if config.tied else "lm_head",
             config.vocab_size,
             config.width,
-            dtype,
-            scheme,
+            build,
             softcap=config.logit_softcap,
         )
         sizes = {layer.kind: layer.head_dim for layer in config.layers}
-        self.ropes = {kind: Rope(rope, sizes[kind], dtype, device, ops) for kind, rope in config.ropes.items()}
+        self.ropes = {kind: Rope(rope, sizes[kind], build) for kind, rope in config.ropes.items()}
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> Gemma4Config:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.expert_types import Routing
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.experts import Experts, MoEShape, expert_activation
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.weights import Part, ScaleTensor, Weight
 from quire.models.loading.fields import whole
 
@@ -44,10 +43,7 @@ class MLPAndExperts(nn.Module):
         norm: RMSNorm,
         after_experts: RMSNorm,
         last: RMSNorm,
-        *,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         """`mlp` norms its own output; `norm` and `after_experts` are around the experts, `last` is after both."""
         super().__init__()
@@ -56,15 +52,15 @@ class MLPAndExperts(nn.Module):
         self.after_experts = after_experts
         self.last = last
         self.routing = shape.routing
-        self.ops = ops
+        self.ops = build.ops
         num, width = shape.routing.num_experts, shape.width
-        self.router = Weight.whole(f"{layer}.router.proj.weight", (num, width), dtype)
+        self.router = Weight.whole(f"{layer}.router.proj.weight", (num, width), build.dtype)
         # float32: the scale is no power of two, so a narrower dtype would round a second time.
         scale = Part(f"{layer}.router.scale", (width,), 0, width, form=ScaleTensor(width**-0.5))
         self.router_norm = Weight((width,), torch.float32, (scale,))
         self.expert_scale = Weight.whole(f"{layer}.router.per_expert_scale", (num,), torch.float32)
         names = (f"{layer}.experts.gate_up_proj", f"{layer}.experts.down_proj")
-        self.experts = Experts.from_two(*names, shape, dtype, scheme)
+        self.experts = Experts.from_two(*names, shape, build)
 
     def forward(self, stream: Tensor) -> Tensor:
         """Adds the outputs of both to stream [tokens, width]."""

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.expert_types import GatedActivation, Routing
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.experts import ExpertNames, Experts, MoEShape
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
-from quire.layers.quant import Scheme
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import Form, Part, Reorder, Weight
 from quire.models.families.dense.config import DenseConfig, read_common
@@ -67,28 +66,17 @@ class GptOssModel(DenseModel):
     def __init__(
         self,
         config: GptOssConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         def feed_forward(index: int, norm: Norm | None, join: ResidualJoin) -> nn.Module:
             prefix = f"model.layers.{index}.mlp"
-            experts = stacked_experts(f"{prefix}.experts", config.shape, dtype, scheme)
+            experts = stacked_experts(f"{prefix}.experts", config.shape, build)
             names = ExpertNames(prefix, router="router")
-            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts, join=join)
+            return MoE(names, norm, config.shape, build=build, experts=experts, join=join)
 
         super().__init__(
             config.dense,
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            device=device,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
             feed_forward=feed_forward,
         )
         self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
@@ -98,7 +86,7 @@ class GptOssModel(DenseModel):
         return GptOssConfig.from_hf(config)
 
 
-def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype, scheme: Scheme) -> Experts:
+def stacked_experts(prefix: str, shape: MoEShape, build: Build) -> Experts:
     """Builds the experts from stacked tensors, in any of the checkpoint layouts."""
     num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
 
@@ -118,13 +106,13 @@ def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype, scheme: Sc
 
     gate_up = Weight(
         (num * 2 * inner, width),
-        dtype,
+        build.dtype,
         parts("gate_up_proj", (width, 2 * inner), 2 * inner, _columns_in_turn),
         (parts("gate_up_proj_blocks", (2 * inner, width), 2 * inner, Reorder(_rows_in_turn)), apart("weight", width)),
     )
     down = Weight(
         (num * width, inner),
-        dtype,
+        build.dtype,
         parts("down_proj", (inner, width), width, torch.t),
         (
             parts("down_proj_blocks", (width, inner), width, None),
@@ -133,17 +121,17 @@ def stacked_experts(prefix: str, shape: MoEShape, dtype: torch.dtype, scheme: Sc
     )
     gate_up_bias = Weight(
         (num * 2 * inner,),
-        dtype,
+        build.dtype,
         parts("gate_up_proj_bias", (2 * inner,), 2 * inner, Reorder(_rows_in_turn)),
         (apart("bias"),),
     )
     down_bias = Weight(
         (num * width,),
-        dtype,
+        build.dtype,
         parts("down_proj_bias", (width,), width, None),
         (parts("down_proj.bias", (width,), width, None),),
     )
-    return Experts(gate_up, down, gate_up_bias, down_bias, num, shape.activation, scheme)
+    return Experts(gate_up, down, gate_up_bias, down_bias, num, shape.activation, build)
 
 
 def _rows_in_turn(rows: Tensor) -> Tensor:

@@ -8,17 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from quire.kernels.expert_types import Routing
-from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
+from quire.layers.build import Build
 from quire.layers.experts import MoEShape
 from quire.layers.head_layout import HeadOrder
 from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.mamba import MambaOptions
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import scale_by, set_forms
@@ -94,31 +92,25 @@ class GraniteHybridModel(HybridModel):
     def __init__(
         self,
         config: GraniteHybridConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         shape = config.shape
         attention = shape.attention
         assert isinstance(attention, AttentionShape)
         scale = scale_by(config.residual_scale)
-        mixers = Mixers(shape, config.options, config.attention_bias, dtype, ops, scheme)
+        mixers = Mixers(shape, config.options, config.attention_bias, build)
 
         def feed_forward(layer: str, norm: RMSNorm) -> nn.Module:
             experts = config.experts
             if experts is None:
-                return granite_shared(layer, norm, shape.width, config.shared_width, scale, dtype, scheme)
+                return granite_shared(layer, norm, shape.width, config.shared_width, scale, build)
             names = EXPERT_NAMES.below(layer)
-            return granite_mixture(layer, names, norm, experts, scale, dtype=dtype, ops=ops, scheme=scheme)
+            return granite_mixture(layer, names, norm, experts, scale, build=build)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"
             name = "post_attention_layernorm" if place % 2 else "input_layernorm"
-            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, build)
             if shape.blocks[place] == "plain":
                 return feed_forward(layer, norm)
             block = mixers.make(place, layer, norm, cache_index)
@@ -126,7 +118,7 @@ class GraniteHybridModel(HybridModel):
             return block
 
         unrotated = attention.head_dim - config.rope_dim
-        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=unrotated)
+        rope = Rope(config.rope, attention.head_dim, build, still_dim=unrotated)
         inner = 3 * config.shared_width if config.experts is None else moe_activations(config.experts)
         super().__init__(
             shape,
@@ -134,11 +126,7 @@ class GraniteHybridModel(HybridModel):
             make_block,
             rope,
             block_activations(shape, inner),
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
         )
 
     @staticmethod

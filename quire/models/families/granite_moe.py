@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.experts import ExpertNames, Experts, MoEShape
 from quire.layers.mlp import GatedMLP, MLPNames
 from quire.layers.moe import MoE
 from quire.layers.norm import Norm
-from quire.layers.quant import Scheme
 from quire.layers.weights import ScaleTensor, add_other_names, set_forms
 
 # Relative to a layer: names in Granite's files, and names in files of the models with windows.
@@ -42,18 +40,15 @@ def granite_mixture(
     norm: Norm | None,
     shape: MoEShape,
     scale: ScaleTensor | None,
-    *,
-    dtype: torch.dtype,
-    ops: Ops,
-    scheme: Scheme,
+    build: Build,
 ) -> MoE:
     """Builds a mixture. `names` include the layer."""
     apart = (names.stacked("gate"), names.stacked("up"))
-    experts = Experts.from_two(*names.of_two(), shape, dtype, scheme, _Flat(scale), apart)
+    experts = Experts.from_two(*names.of_two(), shape, build, _Flat(scale), apart)
     shared = None
     if shape.shared_width:
-        shared = granite_shared(layer, None, shape.width, shape.shared_width, scale, dtype, scheme)
-    return MoE(names, norm, shape, dtype=dtype, ops=ops, scheme=scheme, experts=experts, shared=shared)
+        shared = granite_shared(layer, None, shape.width, shape.shared_width, scale, build)
+    return MoE(names, norm, shape, build=build, experts=experts, shared=shared)
 
 
 def granite_shared(
@@ -62,11 +57,10 @@ def granite_shared(
     width: int,
     inner_width: int,
     scale: ScaleTensor | None,
-    dtype: torch.dtype,
-    scheme: Scheme,
+    build: Build,
 ) -> GatedMLP:
     prefix = f"{layer}.shared_mlp"
-    block = GatedMLP(prefix, norm, width, inner_width, bias=False, dtype=dtype, scheme=scheme, names=SHARED_NAMES)
+    block = GatedMLP(prefix, norm, width, inner_width, bias=False, build=build, names=SHARED_NAMES)
     add_other_names(block.gate_up, *(f"{prefix}.{name}" for name in OTHER_NAMES))
     set_forms(block.down, (scale,))
     return block

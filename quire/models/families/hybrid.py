@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.recurrent_types import ConvShape, RecurrentShape
-from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape, plan_attention, plan_sampled_attention
+from quire.layers.build import Build
 from quire.layers.embedding import Embedding, Head
 from quire.layers.latent import LatentShape, latent_spec
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.state import plan_recurrent, state_spec
 from quire.layers.rope import Rope
 from quire.layers.step import Step
@@ -102,27 +101,23 @@ class HybridModel(nn.Module):
         rope: Rope | None,
         activation_elements: int,
         *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
         norm_offset: float = 0.0,
     ):
         """`make_block(place, cache_index)` builds the block at this place; `cache_index` is its index in its cache
         group (0 for a block without a cache). `norm_offset`: added to the last norm's weights.
         """
         super().__init__()
-        self.ops = ops
+        self.ops = build.ops
         self.vocab_size = shape.vocab_size
         self.max_positions = shape.max_positions
         self.activation_elements = activation_elements
         self.rope = rope
-        self.specs = _cache_specs(shape, cache_dtype, page_tokens)
+        self.specs = _cache_specs(shape, build.cache_dtype, build.page_tokens)
         self._spec_of = {spec.kind: spec for spec in self.specs}
         self.kinds = shape.blocks
         self._last_mixer = max(place for place, kind in enumerate(shape.blocks) if kind != "plain")
-        self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, dtype, shape.embedding_scale, scheme)
+        self.embedding = Embedding(names.embedding, shape.vocab_size, shape.width, build, shape.embedding_scale)
         seen: dict[BlockKind, int] = {"attention": 0, "recurrent": 0, "parallel": 0, "plain": 0}
         alone = "parallel" not in shape.blocks or {*shape.blocks} <= {"parallel", "plain"}
         assert alone, "the place of such a block is the same in both groups"
@@ -131,9 +126,9 @@ class HybridModel(nn.Module):
             blocks.append(make_block(place, seen[kind]))
             seen[kind] += 1
         self.blocks = nn.ModuleList(blocks)
-        self.norm = RMSNorm(names.norm, shape.width, shape.norm_eps, dtype, ops, norm_offset)
+        self.norm = RMSNorm(names.norm, shape.width, shape.norm_eps, build, norm_offset)
         head = names.embedding if shape.tied else names.head
-        self.head = Head(head, shape.vocab_size, shape.width, dtype, scheme, scale=shape.logit_scale)
+        self.head = Head(head, shape.vocab_size, shape.width, build, scale=shape.logit_scale)
 
     def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
         """Computes the step's tokens and writes their state to `caches`. Returns the normed hidden states, [tokens,

@@ -8,17 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from quire.kernels.recurrent_types import RecurrentShape
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.latent import LatentAttention, LatentShape
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.channel_delta import ChannelDeltaNet, channel_activations
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import add_other_names
@@ -104,13 +102,7 @@ class KimiLinearModel(HybridModel):
     def __init__(
         self,
         config: KimiLinearConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         shape, moe = config.shape, config.moe
         attention, recurrent = shape.attention, shape.recurrent
@@ -119,11 +111,9 @@ class KimiLinearModel(HybridModel):
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"
             name = "post_attention_layernorm" if place % 2 else "input_layernorm"
-            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, build)
             if shape.blocks[place] == "recurrent":
-                return ChannelDeltaNet(
-                    f"{layer}.self_attn", norm, shape.width, recurrent, cache_index, dtype=dtype, ops=ops, scheme=scheme
-                )
+                return ChannelDeltaNet(f"{layer}.self_attn", norm, shape.width, recurrent, cache_index, build=build)
             if shape.blocks[place] == "attention":
                 return LatentAttention(
                     f"{layer}.self_attn",
@@ -131,9 +121,7 @@ class KimiLinearModel(HybridModel):
                     attention,
                     cache_index,
                     form="absorbed",
-                    dtype=dtype,
-                    ops=ops,
-                    scheme=scheme,
+                    build=build,
                 )
             mixture = f"{layer}.block_sparse_moe"
             if place // 2 in config.sparse_layers:
@@ -145,10 +133,8 @@ class KimiLinearModel(HybridModel):
                     shared="shared_experts",
                     shared_matrices=("gate_proj", "up_proj", "down_proj"),
                 )
-                return MoE(names, norm, moe, dtype=dtype, ops=ops, scheme=scheme)
-            mlp = GatedMLP(
-                f"{layer}.mlp", norm, shape.width, config.inner_width, bias=False, dtype=dtype, scheme=scheme
-            )
+                return MoE(names, norm, moe, build=build)
+            mlp = GatedMLP(f"{layer}.mlp", norm, shape.width, config.inner_width, bias=False, build=build)
             # transformers saves these under the name of the other layers' mixtures, too.
             add_other_names(mlp.gate_up, f"{mixture}.gate_proj", f"{mixture}.up_proj")
             add_other_names(mlp.down, f"{mixture}.down_proj")
@@ -159,13 +145,9 @@ class KimiLinearModel(HybridModel):
             shape,
             HybridNames("model.embed_tokens", "model.norm"),
             make_block,
-            Rope(RopeConfig("none"), attention.rope_dim, dtype, device, ops),
+            Rope(RopeConfig("none"), attention.rope_dim, build),
             block_activations(shape, inner),
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
         )
         self.ignored_tensors = config.ignored_tensors
 

@@ -8,18 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from quire.kernels.expert_types import Routing
 from quire.kernels.recurrent_types import ConvShape
-from quire.kernels.table import Ops
 from quire.layers.attention import Attention, AttentionNames, AttentionShape
+from quire.layers.build import Build
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.mlp import GatedMLP, MLPNames
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import QKNorm, RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.short_conv import ShortConv
 from quire.layers.rope import Rope, RopeConfig
 from quire.models.families.hybrid import (
@@ -91,13 +89,7 @@ class Lfm2Model(HybridModel):
     def __init__(
         self,
         config: Lfm2Config,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         shape = config.shape
         attention = shape.attention
@@ -105,22 +97,21 @@ class Lfm2Model(HybridModel):
 
         def feed_forward(layer: str, index: int, norm: RMSNorm) -> nn.Module:
             if config.moe is not None and index >= config.num_dense:
-                return MoE(EXPERT_NAMES.below(layer), norm, config.moe, dtype=dtype, ops=ops, scheme=scheme)
+                return MoE(EXPERT_NAMES.below(layer), norm, config.moe, build=build)
             return GatedMLP(
                 f"{layer}.feed_forward",
                 norm,
                 shape.width,
                 config.inner_width,
                 bias=False,
-                dtype=dtype,
-                scheme=scheme,
+                build=build,
                 names=MLP_NAMES,
             )
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"model.layers.{place // 2}"
             name = "ffn_norm" if place % 2 else "operator_norm"
-            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            norm = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, build)
             match shape.blocks[place]:
                 case "recurrent":
                     return ShortConv(
@@ -129,16 +120,14 @@ class Lfm2Model(HybridModel):
                         config.conv,
                         cache_index,
                         bias=config.conv_bias,
-                        dtype=dtype,
-                        ops=ops,
-                        scheme=scheme,
+                        build=build,
                     )
                 case "attention":
                     heads = QKNorm(
                         f"{layer}.self_attn",
                         attention.head_dim,
                         shape.norm_eps,
-                        dtype,
+                        build,
                         names=("q_layernorm", "k_layernorm"),
                     )
                     return Attention(
@@ -149,15 +138,13 @@ class Lfm2Model(HybridModel):
                         qkv_bias=False,
                         out_bias=False,
                         qk_norm=heads,
-                        dtype=dtype,
-                        ops=ops,
-                        scheme=scheme,
+                        build=build,
                         names=ATTENTION_NAMES,
                     )
                 case _:
                     return feed_forward(layer, place // 2, norm)
 
-        rope = Rope(config.rope, attention.head_dim, dtype, device, ops)
+        rope = Rope(config.rope, attention.head_dim, build)
         inner = max(3 * config.inner_width, 0 if config.moe is None else moe_activations(config.moe))
         super().__init__(
             shape,
@@ -165,11 +152,7 @@ class Lfm2Model(HybridModel):
             make_block,
             rope,
             block_activations(shape, inner),
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
         )
 
     @staticmethod

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from quire.kernels.recurrent_types import RecurrentShape
-from quire.kernels.table import Ops
 from quire.layers.attention import Attention, AttentionShape
+from quire.layers.build import Build
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.mamba import Mamba2, MambaOptions
 from quire.models.families.hybrid import (
     BlockKind,
@@ -86,12 +84,10 @@ class Mixers:
     shape: HybridShape
     options: MambaOptions
     attention_bias: bool
-    dtype: torch.dtype
-    ops: Ops
-    scheme: Scheme
+    build: Build
 
     def make(self, place: int, layer: str, norm: RMSNorm, cache_index: int) -> Mamba2 | Attention:
-        shape, dtype, ops, scheme = self.shape, self.dtype, self.ops, self.scheme
+        shape, build = self.shape, self.build
         if shape.blocks[place] == "recurrent":
             assert isinstance(shape.recurrent, RecurrentShape)
             return Mamba2(
@@ -101,9 +97,7 @@ class Mixers:
                 shape.recurrent,
                 cache_index,
                 self.options,
-                dtype=dtype,
-                ops=ops,
-                scheme=scheme,
+                build=build,
             )
         assert isinstance(shape.attention, AttentionShape)
         bias = self.attention_bias
@@ -115,9 +109,7 @@ class Mixers:
             qkv_bias=bias,
             out_bias=bias,
             qk_norm=None,
-            dtype=dtype,
-            ops=ops,
-            scheme=scheme,
+            build=build,
         )
 
 
@@ -164,13 +156,7 @@ class Mamba2Model(HybridModel):
     def __init__(
         self,
         config: Mamba2Config,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         shape = config.shape
         recurrent = shape.recurrent
@@ -178,7 +164,7 @@ class Mamba2Model(HybridModel):
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"backbone.layers.{place}"
-            norm = RMSNorm(f"{layer}.norm", shape.width, shape.norm_eps, dtype, ops)
+            norm = RMSNorm(f"{layer}.norm", shape.width, shape.norm_eps, build)
             return Mamba2(
                 f"{layer}.mixer",
                 norm,
@@ -186,9 +172,7 @@ class Mamba2Model(HybridModel):
                 recurrent,
                 cache_index,
                 config.options,
-                dtype=dtype,
-                ops=ops,
-                scheme=scheme,
+                build=build,
             )
 
         super().__init__(
@@ -197,11 +181,7 @@ class Mamba2Model(HybridModel):
             make_block,
             None,
             block_activations(shape, 0),
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
         )
 
     @staticmethod

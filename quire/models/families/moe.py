@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from quire.kernels.table import Ops
+from quire.layers.build import Build
 from quire.layers.experts import ExpertNames, MoEShape
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import Norm
-from quire.layers.quant import Scheme
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import scale_by, set_forms
 from quire.models.families.dense.config import DenseConfig
@@ -63,13 +61,7 @@ class MoEModel(DenseModel):
     def __init__(
         self,
         config: MoEConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         scale = scale_by(config.residual_scale)
 
@@ -79,17 +71,12 @@ class MoEModel(DenseModel):
             layer = f"{config.dense.names.layers}.{index}"
             names = config.names.below(layer)
             if config.granite_layout:
-                return granite_mixture(layer, names, norm, config.shape, scale, dtype=dtype, ops=ops, scheme=scheme)
-            return MoE(names, norm, config.shape, dtype=dtype, ops=ops, scheme=scheme, join=join)
+                return granite_mixture(layer, names, norm, config.shape, scale, build=build)
+            return MoE(names, norm, config.shape, build=build, join=join)
 
         super().__init__(
             config.dense,
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            device=device,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
             feed_forward=feed_forward,
         )
         self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from quire.kernels.expert_types import GatedActivation, Routing
 from quire.kernels.recurrent_types import RecurrentShape
-from quire.kernels.table import Ops
 from quire.layers.attention import Attention, AttentionShape
+from quire.layers.build import Build
 from quire.layers.experts import ExpertNames, Experts, MoEShape
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLPNames, PlainMLP, check_activation
 from quire.layers.moe import moe_activations
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.mamba import Mamba2, MambaOptions
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import Weight
@@ -127,36 +126,32 @@ class SquaredExperts(nn.Module):
         norm: RMSNorm,
         config: NemotronHConfig,
         moe: NemotronMoE,
-        *,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         super().__init__()
         self.norm = norm
-        self.ops = ops
+        self.ops = build.ops
         self.routing = moe.experts.routing
         names = ExpertNames(prefix, gate="up_proj", up="up_proj")
         num, width = self.routing.num_experts, config.shape.width
-        self.router = Weight.whole(f"{prefix}.{names.router}.weight", (num, width), dtype)
+        self.router = Weight.whole(f"{prefix}.{names.router}.weight", (num, width), build.dtype)
         self.choice_bias = Weight.whole(f"{prefix}.{names.choice_bias}", (num,), torch.float32)
-        self.experts = Experts.from_names(names, moe.experts, dtype, scheme)
+        self.experts = Experts.from_names(names, moe.experts, build)
         self.shared = PlainMLP(
             f"{prefix}.shared_experts",
             None,
             width,
             moe.shared_width,
             bias=config.mlp_bias,
-            dtype=dtype,
-            scheme=scheme,
+            build=build,
             activation="relu2",
             names=MLP_NAMES,
         )
         self.narrow = self.widen = None
         if moe.experts.width != width:
             narrow, widen = [(f"{prefix}.fc1_latent_proj", moe.experts.width)], [(f"{prefix}.fc2_latent_proj", width)]
-            self.narrow = Linear(width, narrow, bias=config.mlp_bias, dtype=dtype, scheme=scheme)
-            self.widen = Linear(moe.experts.width, widen, bias=config.mlp_bias, dtype=dtype, scheme=scheme)
+            self.narrow = Linear(width, narrow, bias=config.mlp_bias, build=build)
+            self.widen = Linear(moe.experts.width, widen, bias=config.mlp_bias, build=build)
 
     def forward(self, stream: Tensor) -> Tensor:
         """Adds the experts' outputs to stream [tokens, width]."""
@@ -175,13 +170,7 @@ class NemotronHModel(HybridModel):
     def __init__(
         self,
         config: NemotronHConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         shape = config.shape
         attention, recurrent = shape.attention, shape.recurrent
@@ -189,7 +178,7 @@ class NemotronHModel(HybridModel):
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             prefix = f"backbone.layers.{place}.mixer"
-            norm = RMSNorm(f"backbone.layers.{place}.norm", shape.width, shape.norm_eps, dtype, ops)
+            norm = RMSNorm(f"backbone.layers.{place}.norm", shape.width, shape.norm_eps, build)
             match shape.blocks[place]:
                 case "recurrent":
                     return Mamba2(
@@ -199,9 +188,7 @@ class NemotronHModel(HybridModel):
                         recurrent,
                         cache_index,
                         config.options,
-                        dtype=dtype,
-                        ops=ops,
-                        scheme=scheme,
+                        build=build,
                     )
                 case "attention":
                     return Attention(
@@ -212,13 +199,11 @@ class NemotronHModel(HybridModel):
                         qkv_bias=False,
                         out_bias=False,
                         qk_norm=None,
-                        dtype=dtype,
-                        ops=ops,
-                        scheme=scheme,
+                        build=build,
                     )
                 case _ if place in config.moe_layers:
                     assert config.moe is not None
-                    return SquaredExperts(prefix, norm, config, config.moe, dtype=dtype, ops=ops, scheme=scheme)
+                    return SquaredExperts(prefix, norm, config, config.moe, build=build)
                 case _:
                     return PlainMLP(
                         prefix,
@@ -226,14 +211,13 @@ class NemotronHModel(HybridModel):
                         shape.width,
                         config.inner_width,
                         bias=config.mlp_bias,
-                        dtype=dtype,
-                        scheme=scheme,
+                        build=build,
                         activation=config.activation,
                         names=MLP_NAMES,
                     )
 
         # No rope: the recurrent layers encode positions.
-        rope = Rope(RopeConfig("none"), attention.head_dim, dtype, device, ops)
+        rope = Rope(RopeConfig("none"), attention.head_dim, build)
         names = HybridNames("backbone.embeddings", "backbone.norm_f")
         inner = 2 * config.inner_width
         if config.moe is not None:
@@ -244,11 +228,7 @@ class NemotronHModel(HybridModel):
             make_block,
             rope,
             block_activations(shape, inner),
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
         )
 
     @staticmethod

@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from quire.kernels.recurrent_types import RecurrentShape
-from quire.kernels.table import Ops
 from quire.layers.attention import Attention, AttentionShape
+from quire.layers.build import Build
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm, WideQKNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.gated_delta import DeltaLayout, GatedDeltaNet
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.rope import Rope, RopeConfig
@@ -78,13 +76,7 @@ class OlmoHybridModel(HybridModel):
     def __init__(
         self,
         config: OlmoHybridConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         shape, bias = config.shape, config.attention_bias
         attention, recurrent = shape.attention, shape.recurrent
@@ -92,7 +84,7 @@ class OlmoHybridModel(HybridModel):
         head_rows, kv_rows = (num * attention.head_dim for num in (attention.num_heads, attention.num_kv_heads))
 
         def norm(layer: str, name: str) -> RMSNorm:
-            made = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, dtype, ops)
+            made = RMSNorm(f"{layer}.{name}", shape.width, shape.norm_eps, build)
             if name in OTHER_NAMES:
                 add_other_names(made, f"{layer}.{OTHER_NAMES[name]}")
             return made
@@ -104,8 +96,7 @@ class OlmoHybridModel(HybridModel):
                 shape.width,
                 config.inner_width,
                 bias=False,
-                dtype=dtype,
-                scheme=scheme,
+                build=build,
                 join=join,
             )
 
@@ -121,14 +112,12 @@ class OlmoHybridModel(HybridModel):
                     recurrent,
                     cache_index,
                     layout=DeltaLayout(apart=True),
-                    dtype=dtype,
-                    ops=ops,
-                    scheme=scheme,
+                    build=build,
                     gated_eps=GATED_EPS,
                 )
             if place % 2:
                 return feed_forward(layer, None, ResidualJoin(norm(layer, "post_feedforward_layernorm")))
-            heads = WideQKNorm(f"{layer}.self_attn", head_rows, kv_rows, shape.norm_eps, dtype, ops)
+            heads = WideQKNorm(f"{layer}.self_attn", head_rows, kv_rows, shape.norm_eps, build)
             return Attention(
                 f"{layer}.self_attn",
                 None,
@@ -137,9 +126,7 @@ class OlmoHybridModel(HybridModel):
                 qkv_bias=bias,
                 out_bias=bias,
                 qk_norm=heads,
-                dtype=dtype,
-                ops=ops,
-                scheme=scheme,
+                build=build,
                 join=ResidualJoin(norm(layer, "post_attention_layernorm")),
             )
 
@@ -147,13 +134,9 @@ class OlmoHybridModel(HybridModel):
             shape,
             HybridNames("model.embed_tokens", "model.norm"),
             make_block,
-            Rope(config.rope, attention.head_dim, dtype, device, ops),
+            Rope(config.rope, attention.head_dim, build),
             block_activations(shape, 3 * config.inner_width),
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
         )
 
     @staticmethod

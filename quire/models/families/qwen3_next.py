@@ -10,20 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from quire.kernels.expert_types import Routing
 from quire.kernels.recurrent_types import RecurrentShape
-from quire.kernels.table import Ops
 from quire.layers.attention import AttentionShape
+from quire.layers.build import Build
 from quire.layers.experts import ExpertNames, Experts, MoEShape, num_merged_experts
 from quire.layers.gated_attention import GatedAttention
 from quire.layers.head_layout import HeadOrder
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE, moe_activations
 from quire.layers.norm import RMSNorm
-from quire.layers.quant import Scheme
 from quire.layers.recurrent.gated_delta import DeltaLayout, GatedDeltaNet
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.weights import Part, own_weights
@@ -104,20 +102,14 @@ class QwenHybridModel(HybridModel):
     def __init__(
         self,
         config: QwenHybridConfig,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
     ):
         shape = config.shape
         attention, recurrent = shape.attention, shape.recurrent
         assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(name, shape.width, shape.norm_eps, dtype, ops, config.norm_offset)
+            return RMSNorm(name, shape.width, shape.norm_eps, build, config.norm_offset)
 
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"{config.prefix}.layers.{place // 2}"
@@ -125,11 +117,9 @@ class QwenHybridModel(HybridModel):
                 mlp_norm = norm(f"{layer}.post_attention_layernorm")
                 if config.moe is not None and place // 2 not in config.dense_layers:
                     names = ExpertNames(f"{layer}.mlp")
-                    experts = _experts(names, config.moe, dtype, scheme, num_merged_experts(config.moe, ops))
-                    return MoE(names, mlp_norm, config.moe, dtype=dtype, ops=ops, scheme=scheme, experts=experts)
-                return GatedMLP(
-                    f"{layer}.mlp", mlp_norm, shape.width, config.inner_width, bias=False, dtype=dtype, scheme=scheme
-                )
+                    experts = _experts(names, config.moe, build, num_merged_experts(config.moe, build.ops))
+                    return MoE(names, mlp_norm, config.moe, build=build, experts=experts)
+                return GatedMLP(f"{layer}.mlp", mlp_norm, shape.width, config.inner_width, bias=False, build=build)
             first_norm = norm(f"{layer}.input_layernorm")
             if shape.blocks[place] == "attention":
                 return GatedAttention(
@@ -138,9 +128,7 @@ class QwenHybridModel(HybridModel):
                     attention,
                     cache_index,
                     bias=config.attention_bias,
-                    dtype=dtype,
-                    ops=ops,
-                    scheme=scheme,
+                    build=build,
                     norm_offset=config.norm_offset,
                 )
             return GatedDeltaNet(
@@ -150,13 +138,11 @@ class QwenHybridModel(HybridModel):
                 recurrent,
                 cache_index,
                 layout=config.layout,
-                dtype=dtype,
-                ops=ops,
-                scheme=scheme,
+                build=build,
             )
 
         unrotated = attention.head_dim - config.rope_dim
-        rope = Rope(config.rope, attention.head_dim, dtype, device, ops, still_dim=unrotated)
+        rope = Rope(config.rope, attention.head_dim, build, still_dim=unrotated)
         names = HybridNames(f"{config.prefix}.embed_tokens", f"{config.prefix}.norm")
         inner = max(3 * config.inner_width, moe_activations(config.moe) if config.moe is not None else 0)
         super().__init__(
@@ -165,11 +151,7 @@ class QwenHybridModel(HybridModel):
             make_block,
             rope,
             block_activations(shape, inner),
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
+            build=build,
             norm_offset=config.norm_offset,
         )
 
@@ -239,11 +221,11 @@ def _dense_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     return frozenset(index for index in range(num_layers) if index in named or (index + 1) % every)
 
 
-def _experts(names: ExpertNames, shape: MoEShape, dtype: torch.dtype, scheme: Scheme, num_shared: int) -> Experts:
+def _experts(names: ExpertNames, shape: MoEShape, build: Build, num_shared: int) -> Experts:
     """Builds the experts. Qwen3.5 also publishes all routed experts of a layer in two tensors, with gate rows before up
     rows.
     """
-    experts = Experts.from_names(names, shape, dtype, scheme, num_shared)
+    experts = Experts.from_names(names, shape, build, num_shared)
     num, inner, width = shape.routing.num_experts, shape.inner_width, shape.width
     sizes = {"gate_up": (2 * inner, width), "down": (width, inner)}
     for name, weight in own_weights(experts):

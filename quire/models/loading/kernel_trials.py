@@ -50,6 +50,7 @@ from quire.kernels.validation.trials import (
     settle_ops,
 )
 from quire.layers.attention import AttentionShape
+from quire.layers.build import Build
 from quire.layers.experts import Experts
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
@@ -178,8 +179,9 @@ class Trials:
         differ.
         """
         weight = normal(self.device, self.dtype, like.out_features, like.in_features) * like.in_features**-0.5
-        norm = RMSNorm("trial", like.in_features, 1e-6, self.dtype, REFERENCE)
-        linear = Linear(like.in_features, [("trial", like.out_features)], dtype=self.dtype, scheme=like.scheme)
+        build = Build.plain(self.dtype, REFERENCE, like.scheme)
+        norm = RMSNorm("trial", like.in_features, 1e-6, build)
+        linear = Linear(like.in_features, [("trial", like.out_features)], build=build)
         put_weight(norm, "weight", normal(self.device, self.dtype, like.in_features))
         put_weight(linear, "weight", weight)
         finish_writes(self.device)

@@ -21,7 +21,9 @@ from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
 from quire.kernels.table import REFERENCE, Ops, select_ops
 from quire.kernels.validation.trial_results import Findings
+from quire.layers.build import Build
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
+from quire.layers.quant.schemes import Schemes
 from quire.layers.weights import iter_weights, weights_bytes
 from quire.models.fallback.model import FallbackModel
 from quire.models.fallback.tensor_names import RenamedCheckpoint
@@ -233,16 +235,9 @@ def build_model(
         ops = REFERENCE
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
+    build = Build(compute_dtype, cache_dtype, at or device, page_tokens, ops, Schemes(scheme))
     with _one_line_errors(model_type):
-        model = family(
-            config,
-            dtype=compute_dtype,
-            cache_dtype=cache_dtype,
-            device=at or device,
-            page_tokens=page_tokens,
-            ops=ops,
-            scheme=scheme,
-        )
+        model = family(config, build=build)
     check_quantized(model, quant)
     return model, config
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
-from quire.kernels.table import Ops
 from quire.layers.attention import (
     Attention,
     AttentionPlan,
@@ -22,11 +21,11 @@ from quire.layers.attention import (
     plan_attention,
     plan_sampled_attention,
 )
+from quire.layers.build import Build
 from quire.layers.embedding import Embedding, Head
 from quire.layers.head_layout import HeadOrder
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, PostRopeQKNorm, QKNorm, RMSNorm, WideQKNorm
-from quire.layers.quant import Scheme
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.rope import Rope, RopeConfig
 from quire.layers.stack import fits_stack, make_stack, plan_layer, run_stack
@@ -52,9 +51,7 @@ class DenseLayer(nn.Module):
         index: int,
         cache_index: int,
         config: DenseConfig,
-        dtype: torch.dtype,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
         feed_forward: FeedForward | None,
     ):
         super().__init__()
@@ -62,7 +59,7 @@ class DenseLayer(nn.Module):
         attention = f"{prefix}.{config.attention_names.block}"
 
         def norm(name: str | None) -> Norm | None:
-            return None if name is None else make_norm(f"{prefix}.{name}", config, dtype, ops)
+            return None if name is None else make_norm(f"{prefix}.{name}", config, build)
 
         order = _head_order(config, config.ropes[index])
         self.parallel = config.parallel
@@ -83,10 +80,8 @@ class DenseLayer(nn.Module):
             cache_index,
             qkv_bias=config.qkv_bias,
             out_bias=config.out_bias,
-            qk_norm=_qk_norm(attention, config, order, dtype, ops),
-            dtype=dtype,
-            ops=ops,
-            scheme=scheme,
+            qk_norm=_qk_norm(attention, config, order, build),
+            build=build,
             names=config.attention_names,
             join=ResidualJoin(norm(config.norms.after_attention), config.residual_scale),
         )
@@ -101,8 +96,7 @@ class DenseLayer(nn.Module):
             config.width,
             config.inner_width,
             bias=config.mlp_bias,
-            dtype=dtype,
-            scheme=scheme,
+            build=build,
             activation=config.activation,
             names=config.mlp_names,
             join=join,
@@ -125,45 +119,38 @@ class DenseModel(nn.Module):
         self,
         config: DenseConfig,
         *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        device: torch.device,
-        page_tokens: int,
-        ops: Ops,
-        scheme: Scheme,
+        build: Build,
         feed_forward: FeedForward | None = None,
     ):
         super().__init__()
         self.config = config
-        self.ops = ops
+        self.ops = build.ops
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         gates = 0 if config.attention_names.gate is None else config.num_heads
         heads = (2 * config.num_heads + 2 * config.num_kv_heads + gates) * config.head_dim
         self.activation_elements = 4 * config.width + max(heads, 3 * config.inner_width)
-        self.specs = _cache_specs(config, cache_dtype, page_tokens)
+        self.specs = _cache_specs(config, build.cache_dtype, build.page_tokens)
         places = {layer: (spec.group, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
         names, vocab_size, width = config.names, config.vocab_size, config.width
-        self.embedding = Embedding(names.embedding, vocab_size, width, dtype, config.embedding_scale, scheme)
+        self.embedding = Embedding(names.embedding, vocab_size, width, build, config.embedding_scale)
         self.layers = nn.ModuleList(
-            DenseLayer(index, places[index][1], config, dtype, ops, scheme, feed_forward)
-            for index in range(config.num_layers)
+            DenseLayer(index, places[index][1], config, build, feed_forward) for index in range(config.num_layers)
         )
         self.layer_groups = [places[index][0] for index in range(config.num_layers)]
-        self.norm = make_norm(names.final_norm, config, dtype, ops)
+        self.norm = make_norm(names.final_norm, config, build)
         self.head = Head(
             names.embedding if config.tied else names.head,
             vocab_size,
             width,
-            dtype,
-            scheme,
+            build,
             bias=config.head_bias,
             scale=config.logit_scale,
             softcap=config.logit_softcap,
         )
         kinds = list(dict.fromkeys(config.ropes))
         unrotated = config.head_dim - config.rope_dim
-        self.ropes = [Rope(kind, config.head_dim, dtype, device, ops, unrotated) for kind in kinds]
+        self.ropes = [Rope(kind, config.head_dim, build, unrotated) for kind in kinds]
         self.layer_ropes = [kinds.index(rope) for rope in config.ropes]
 
     @staticmethod
@@ -261,12 +248,12 @@ def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> l
     return specs
 
 
-def make_norm(name: str, config: DenseConfig, dtype: torch.dtype, ops: Ops) -> Norm:
+def make_norm(name: str, config: DenseConfig, build: Build) -> Norm:
     """Builds a norm of the residual stream in the family's style."""
     style = config.norm
     if style.kind == "rms":
-        return RMSNorm(name, config.width, style.eps, dtype, ops, style.offset)
-    return LayerNorm(name, config.width, style.eps, dtype, weight=style.weight, bias=style.bias, offset=style.offset)
+        return RMSNorm(name, config.width, style.eps, build, style.offset)
+    return LayerNorm(name, config.width, style.eps, build, weight=style.weight, bias=style.bias, offset=style.offset)
 
 
 def _head_order(config: DenseConfig, rope: RopeConfig) -> HeadOrder | None:
@@ -277,19 +264,19 @@ def _head_order(config: DenseConfig, rope: RopeConfig) -> HeadOrder | None:
 
 
 def _qk_norm(
-    prefix: str, config: DenseConfig, order: HeadOrder | None, dtype: torch.dtype, ops: Ops
+    prefix: str, config: DenseConfig, order: HeadOrder | None, build: Build
 ) -> QKNorm | HeadLayerNorm | WideQKNorm | None:
     """Builds the norm of queries and keys; None: the family has none."""
     style, names = config.norm, config.attention_names.head_norms
     if config.head_norms is not None:
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        return HeadLayerNorm(prefix, config.head_norms, num_heads, num_kv_heads, head_dim, style.eps, dtype, order)
+        return HeadLayerNorm(prefix, config.head_norms, num_heads, num_kv_heads, head_dim, style.eps, build, order)
     match config.qk_norm:
         case "head":
-            return QKNorm(prefix, config.head_dim, style.eps, dtype, offset=style.offset, order=order, names=names)
+            return QKNorm(prefix, config.head_dim, style.eps, build, offset=style.offset, order=order, names=names)
         case "turned":
-            return PostRopeQKNorm(prefix, config.head_dim, style.eps, dtype, order=order, names=names)
+            return PostRopeQKNorm(prefix, config.head_dim, style.eps, build, order=order, names=names)
         case "wide":
             q_width, k_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-            return WideQKNorm(prefix, q_width, k_width, style.eps, dtype, ops, order)
+            return WideQKNorm(prefix, q_width, k_width, style.eps, build, order)
     return None

@@ -1,0 +1,55 @@
+"""`Build`: all that a model's modules need to know when they are built, besides the model's own config.
+
+The loader makes one and passes it to a family, which passes it to every layer. Nothing else reaches a layer: types,
+kernels, the scheme of each tensor, the group of ranks and the range of layers all come from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.kernels.table import Ops
+from quire.layers.quant.scheme import Scheme
+from quire.layers.quant.schemes import Schemes
+from quire.parallel import ALONE, Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How a model is built. Immutable; the `with_` methods return a changed copy."""
+
+    dtype: torch.dtype  # of the computation
+    cache_dtype: torch.dtype  # of keys and values in the cache
+    device: torch.device  # of the modules' own tables; weights are on meta until they are loaded
+    page_tokens: int
+    ops: Ops
+    schemes: Schemes  # how each linear weight is stored and applied
+    communicator: Communicator = ALONE  # the ranks that share each layer
+    layers: range | None = None  # the consecutive layers to build; None: all
+
+    @classmethod
+    def plain(cls, dtype: torch.dtype, ops: Ops, scheme: Scheme | None = None) -> Build:
+        """Returns the build of single layers outside a model, for trials and tests. `scheme`: `Dense` by default."""
+        if scheme is None:
+            from quire.layers.quant.dense import Dense
+
+            scheme = Dense(ops)
+        return cls(dtype, dtype, torch.device("cpu"), 16, ops, Schemes(scheme))
+
+    def with_scheme(self, scheme: Scheme) -> Build:
+        """Returns the build of layers that all have this scheme."""
+        return replace(self, schemes=Schemes(scheme))
+
+    def with_layers(self, layers: range) -> Build:
+        """Returns the build of these layers of a model alone."""
+        return replace(self, layers=layers)
+
+    def with_communicator(self, communicator: Communicator) -> Build:
+        """Returns the build of one rank of this group."""
+        return replace(self, communicator=communicator)
+
+    def layers_of(self, num_layers: int) -> range:
+        """Returns the layers to build of a model with `num_layers` layers."""
+        return range(num_layers) if self.layers is None else self.layers

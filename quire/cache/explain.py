@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.cache.index import CacheIndex
-from quire.cache.lease import TOKEN_BYTES, Lease, lease_of, token_bytes
+from quire.cache.lease import Lease, lease_of, token_bytes
 from quire.cache.tree import Node
 from quire.types import Request, SamplingParams
+from quire.types.plans import TOKEN_BYTES
 
 
 @dataclass(slots=True)

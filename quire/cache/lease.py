@@ -6,19 +6,16 @@ units on the host while it is swapped out. Only `CacheIndex` changes it.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.cache.tree import PrefixTree, page_key, root_key
-from quire.types import Request
-
-TOKEN_BYTES = 4
-TOKEN_CODE = "I"  # array type code: ids are never negative, and "I" packs them in a third of the time of "i"
+from quire.types import Request, TokenArray, pack_tokens
+from quire.types.plans import TOKEN_BYTES
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    return array(TOKEN_CODE, tokens).tobytes()
+    return pack_tokens(tokens).tobytes()
 
 
 @dataclass(slots=True)
@@ -42,7 +39,7 @@ class Lease:
     claimed: list[bytes] = field(default_factory=list)  # keys of the pages that this request computes
     fork_point: int = 0  # length at which the prompt leaves cached prefixes, if it is worth a snapshot; 0: none
     claims_tail: bool = False  # whether it has claimed its prompt's tail and not computed it yet
-    _packed: array[int] = field(default_factory=lambda: array(TOKEN_CODE))  # the tokens seen so far, packed
+    _packed: TokenArray = field(default_factory=lambda: pack_tokens(()))  # the tokens seen so far, packed
 
     @classmethod
     def empty(cls, salt: bytes, page_tokens: int, num_groups: int) -> Lease:
@@ -52,11 +49,11 @@ class Lease:
     def is_empty(self) -> bool:
         return not any(self.units)
 
-    def pack(self, tokens: list[int]) -> array[int]:
+    def pack(self, tokens: list[int]) -> TokenArray:
         """Return all tokens as 32-bit integers, packed once because packing takes as long as hashing. The array is
         shared and grows: a caller that keeps it makes a copy."""
         if len(self._packed) < len(tokens):
-            self._packed += array(TOKEN_CODE, tokens[len(self._packed) :])
+            self._packed += pack_tokens(tokens[len(self._packed) :])
         return self._packed
 
     def pages(self, tokens: list[int], first: int, last: int) -> list[bytes]:

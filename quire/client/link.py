@@ -22,6 +22,7 @@ import zmq.asyncio
 
 from quire.engine.host import wire
 from quire.engine.host.flight_record import flight_path, read_flight_record
+from quire.engine.host.frames import MAX_FRAME, FrameReader, FrameWriter
 from quire.types import QuireError
 
 GRACE_SECONDS = 10.0  # between asking the engine process to stop and ending it
@@ -37,7 +38,7 @@ class EngineLink:
         self, folder: Path, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, process: subprocess.Popen[bytes]
     ):
         self._folder, self._context, self._socket, self._process = folder, context, socket, process
-        self._writer, self._reader = wire.FrameWriter(), wire.FrameReader()
+        self._writer, self._reader = FrameWriter(wire.MARK), FrameReader(wire.MARK)
         self._unsent: set[asyncio.Future[Any]] = set()
         self.in_flight_at_exit: set[str] = set()  # after the end: ids of the requests in steps in flight
         self._exit_task = asyncio.create_task(self._wait_for_exit())
@@ -55,7 +56,7 @@ class EngineLink:
         context = zmq.asyncio.Context()
         try:
             socket = context.socket(zmq.PAIR)
-            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
             socket.setsockopt(zmq.LINGER, 0)
             address = f"ipc://{folder}/engine"
             socket.bind(address)

@@ -18,7 +18,7 @@ from quire.runtime.graphs import PADDING, choose_tokens
 from quire.runtime.rows import Decode, DeviceRows
 from quire.sampling.noise import stream_key
 from quire.sampling.trial import SCALES, compare_choice
-from quire.types import CacheSpec, PageWrite, Plan, PlanRow, RowInit, SamplingParams
+from quire.types import CacheSpec, PageWrite, Plan, PlanRow, RowInit, SamplingParams, pack_tokens
 
 ROWS = (1, 0)  # odd in number with the padding row, so that the flags behind the tokens are not 16-byte aligned
 
@@ -86,7 +86,7 @@ def _some_rows(specs: list[CacheSpec], max_len: int, vocab_size: int, device: to
     page_tokens = specs[0].page_tokens
     added, writes = [], []
     for row, length in enumerate((min(page_tokens + 3, max_len), 1)):  # one row in its second page, one in its first
-        tokens = [(7 * i + 3) % vocab_size for i in range(length)]
+        tokens = pack_tokens((7 * i + 3) % vocab_size for i in range(length))
         added.append(RowInit("", row, tokens, length, length - 1, SamplingParams(), (), 0, 0))
         for group, spec in enumerate(specs):
             count = 1 if spec.kind == "state" else -(-length // page_tokens)

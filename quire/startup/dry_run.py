@@ -37,7 +37,7 @@ from quire.startup.cache_plan import find_files, plan_cache
 from quire.startup.compile_ahead import END, NEEDED
 from quire.startup.compile_workers import NICE, end_with_parent, fork_workers
 from quire.startup.defaults import resolve_limits, resolve_page_tokens
-from quire.types import Plan, PlanRow, RowInit, SamplingParams
+from quire.types import Plan, PlanRow, RowInit, SamplingParams, pack_tokens
 
 META = torch.device("meta")
 CUDA = torch.device("cuda")
@@ -135,7 +135,7 @@ def run_on_meta(config: Config) -> Iterator[None]:
     first, *others = warm_up_sizes(limits.max_rows, limits.max_batch_tokens)
     runner.warm_up(*first)
     for length, params in PROMPTS:
-        added = RowInit("", 0, list(range(length)), length, 0, params, (), 0, 0)
+        added = RowInit("", 0, pack_tokens(range(length)), length, 0, params, (), 0, 0)
         plan = Plan(0, [PlanRow("", 0, 0, length, 0, True)], added=[added])
         runner.sample(runner.forward(plan))
     numbers = torch.zeros(limits.max_rows, dtype=torch.int64, device=META)

@@ -16,7 +16,9 @@ from quire.types.plans import (
     PlanRow,
     RowInit,
     StepOutput,
+    TokenArray,
     TokenLogprobs,
+    pack_tokens,
 )
 from quire.types.pooling import POOLINGS, PoolingRule, choose_pooling
 from quire.types.requests import CacheLease, Delta, FinishReason, GrammarState, Request, Status, Timing, Usage
@@ -47,8 +49,10 @@ __all__ = [
     "Status",
     "StepOutput",
     "Timing",
+    "TokenArray",
     "TokenLogprobs",
     "Usage",
     "choose_pooling",
     "is_out_of_memory",
+    "pack_tokens",
 ]

@@ -6,14 +6,30 @@ The scheduler writes a `Plan`; the runtime executes it and returns a `StepOutput
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from quire.types.bounds import MAX_UNITS, MAX_VALUES, Count, RequestId, StepNumber, TokenIds, Vector
 from quire.types.params import SamplingParams
+
+TOKEN_CODE = "I"  # array type code: ids are never negative, and "I" packs them in a third of the time of "i"
+TOKEN_BYTES = 4
+if TYPE_CHECKING:
+    TokenArray = array[int]
+else:
+    TokenArray = array  # not subscriptable at run time before Python 3.12
+
+
+def pack_tokens(tokens: Iterable[int]) -> TokenArray:
+    """Return token ids as an array of 32-bit integers."""
+    return array(TOKEN_CODE, tokens)
+
 
 # Token counts of mixed steps that suit the device: whole tiles of its matrix units. The engine's chunking aims for
 # them, and the runtime captures CUDA graphs of them.
@@ -49,40 +65,38 @@ class CacheSpec:
 # The plan of a step: all that a rank needs to run it, and the only way the scheduler changes state on the device.
 
 
-class PlanRow(msgspec.Struct, gc=False):
+class PlanRow(msgspec.Struct, array_like=True, gc=False):
     """The tokens of one request that a step computes."""
 
-    request_id: str
-    row: int
-    start: int  # upper bound; the device row holds the true length
-    count: int
-    num_drafts: int
+    request_id: RequestId
+    row: Count
+    start: Count  # upper bound; the device row holds the true length
+    count: Count
+    num_drafts: Count
     wants_sample: bool
 
 
-@dataclass(slots=True)
-class RowInit:
+class RowInit(msgspec.Struct, array_like=True, gc=False):
     """A request that enters a row, with everything the device needs to run it."""
 
-    request_id: str
-    row: int
-    tokens: Sequence[int]
-    prompt_len: int
-    computed: int
+    request_id: RequestId
+    row: Count
+    tokens: TokenArray
+    prompt_len: Count
+    computed: Count
     params: SamplingParams
     stop_ids: tuple[int, ...]
     seed: int
-    sample_index: int
+    sample_index: Count
 
 
-@dataclass(slots=True)
-class PageWrite:
+class PageWrite(msgspec.Struct, array_like=True, gc=False):
     """An update of a row's page table."""
 
-    group: int  # index into the model's cache specs
-    row: int
-    first: int  # index of the first entry written in the row's page table
-    pages: list[int]
+    group: Count  # index into the model's cache specs
+    row: Count
+    first: Count  # index of the first entry written in the row's page table
+    pages: Annotated[list[Count], Meta(max_length=MAX_UNITS)]
 
 
 class CopyKind(str, Enum):
@@ -94,27 +108,29 @@ class CopyKind(str, Enum):
     ZERO = "zero"  # clear a state slot
 
 
-@dataclass(slots=True)
-class Copy:
+class Copy(msgspec.Struct, array_like=True, gc=False):
     """A copy of one unit within a group."""
 
     kind: CopyKind
-    group: int
-    source: int
-    target: int
+    group: Count
+    source: Count
+    target: Count
 
 
-@dataclass(slots=True)
-class Plan:
+Copies = Annotated[list[Copy], Meta(max_length=MAX_UNITS)]
+
+
+class Plan(msgspec.Struct, tag="plan", array_like=True, gc=False):
     """One step: the rows to compute, and the changes of rows, page tables and cache units that go with it."""
 
-    step: int
-    rows: list[PlanRow] = field(default_factory=list)
-    added: list[RowInit] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
-    page_writes: list[PageWrite] = field(default_factory=list)  # in state groups `pages` holds the live slot
-    copies: list[Copy] = field(default_factory=list)  # executed before the forward pass, in order
-    snapshots: list[Copy] = field(default_factory=list)  # executed after the forward pass
+    step: StepNumber
+    rows: Annotated[list[PlanRow], Meta(max_length=MAX_VALUES)] = []
+    added: Annotated[list[RowInit], Meta(max_length=MAX_VALUES)] = []
+    freed: Annotated[list[Count], Meta(max_length=MAX_VALUES)] = []
+    # In state groups a write's `pages` holds the live slot.
+    page_writes: Annotated[list[PageWrite], Meta(max_length=MAX_VALUES)] = []
+    copies: Copies = []  # executed before the forward pass, in order
+    snapshots: Copies = []  # executed after the forward pass
     may_mask: bool = False  # some row may have a grammar, so sampling waits for the masks
 
     @property
@@ -137,14 +153,13 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclass(slots=True)
-class StepOutput:
-    """Results per plan row, in plan order; `tokens[i]` is empty if row i did not sample."""
+class StepOutput(msgspec.Struct, array_like=True, gc=False):
+    """Results per plan row, in plan order; `tokens[i]` is empty if row i did not sample. Keys are plan indices."""
 
-    step: int
-    tokens: list[list[int]]
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # plan index -> one per token
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # plan index -> one per prompt token
-    drafts: dict[int, list[int]] = field(default_factory=dict)
-    pooled: dict[int, list[float]] = field(default_factory=dict)  # plan index -> pooled hidden states of the prompt
-    bad_rows: list[int] = field(default_factory=list)  # plan indices of rows for which no token could be sampled
+    step: StepNumber
+    tokens: Annotated[list[TokenIds], Meta(max_length=MAX_VALUES)]
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # one per token
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # one per prompt token
+    drafts: dict[int, list[int]] = {}
+    pooled: dict[int, Vector] = {}  # pooled hidden states of the prompt
+    bad_rows: Annotated[list[Count], Meta(max_length=MAX_VALUES)] = []  # rows for which no token could be sampled

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import msgspec
-from msgspec import Meta
 
+from quire.types.bounds import ErrorText, RequestId, TokenIds, Vector
 from quire.types.errors import QuireError
 from quire.types.params import GrammarSpec, SamplingParams
 from quire.types.plans import TokenLogprobs
-
-MAX_TOKENS = 1 << 24  # token ids in one message
-MAX_VALUES = 1 << 16  # entries of any other list in one message
-MAX_ERROR = 1 << 20  # characters of an error text in one message
-RequestId = Annotated[str, Meta(max_length=256)]
-TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKENS)]
-Vector = Annotated[list[float], Meta(max_length=MAX_VALUES)]
-ErrorText = Annotated[str, Meta(max_length=MAX_ERROR)]
 
 
 class FinishReason(str, Enum):

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire import LLM, QuireError, SamplingParams
+from quire import LLM, GrammarSpec, QuireError, SamplingParams
 from quire.files.source import resolve_model
 from tests.cpu.tiny_gguf import quick_reading
+from tests.pure.remote_workers import RemoteWorkers
 
 QUESTIONS = [
     "Why is the sky blue?", "Name three rivers in Europe.", "What is 12 + 30?", "Write a haiku about rain.",
@@ -65,6 +66,29 @@ def test_the_answer_reads_like_one(llm: LLM) -> None:
     ]
     assert "Paris" in output.text and output.finish_reason == "stop"
     assert "<|im_end|>" not in output.text
+
+
+def test_workers_that_get_only_bytes_give_the_same_tokens(model_file: Path) -> None:
+    """Sampling, logprobs, grammars and embeddings: whatever a row needs is in the frames of its plans."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=24, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, n=2, frequency_penalty=0.5),
+        SamplingParams(temperature=1.0, seed=6, max_tokens=24, logit_bias=((11, -math.inf), (30, 2.0)), stop=("\n",)),
+        SamplingParams(seed=7, max_tokens=24, grammar=GrammarSpec.choice("yes", "no", "I do not know")),
+    ]
+    prompts = ["The three largest rivers are", "Once upon a time", "Dear Sir,\n", "Is the sky green? Answer:"]
+    with LLM("smollm2", max_model_len=1024, prefix_cache=False) as llm:
+        near = llm.generate(prompts, params) + llm.embed(prompts[:2])
+        llm.engine.wrap(RemoteWorkers)
+        far = llm.generate(prompts, params) + llm.embed(prompts[:2])
+        remote = llm.engine.workers
+    pairs = list(zip(far, near, strict=True))
+    pairs += zip(far[1].samples, near[1].samples, strict=True)
+    for one, other in pairs:
+        for name in ("token_ids", "text", "logprobs", "prompt_logprobs", "embedding", "finish_reason"):
+            assert getattr(one, name) == getattr(other, name), (other.text, name)
+    assert near[3].text in ("yes", "no", "I do not know") and near[4].embedding and near[0].prompt_logprobs
+    assert len(near[1].samples) == 2 and len(remote.plan_bytes) > 24 and remote.num_masked > 0
 
 
 def test_run_command_answers(model_file: Path) -> None:

@@ -12,10 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.host import wire
+from quire.engine.host.frames import FrameReader, FrameWriter, encode_payload
+from quire.engine.host.step_messages import MARK, StepMasks, encoder, engine_reader, workers_reader
 from quire.files.gguf import open_gguf
 from quire.files.safetensors import check_safetensors
 from quire.text.tokenizer import Tokenizer
-from quire.types import Delta, FinishReason, GrammarSpec, QuireError, Request, SamplingParams, Usage
+from quire.types import (
+    Copy,
+    CopyKind,
+    Delta,
+    FinishReason,
+    GrammarSpec,
+    PageWrite,
+    Plan,
+    PlanRow,
+    QuireError,
+    Request,
+    RowInit,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+    Usage,
+    pack_tokens,
+)
 from tests.fuzz.mutate import mutate_bytes, mutate_json
 
 Target = Callable[[bytes], None]
@@ -120,11 +139,11 @@ class WireToEngine(Fuzzed):
     def make(self, rng: random.Random) -> bytes:
         payload = rng.choice(self._seeds)
         if rng.random() < 0.5:
-            return wire.FrameWriter().frame(mutate_bytes(rng, payload))
-        return mutate_bytes(rng, wire.FrameWriter().frame(payload))
+            return FrameWriter(wire.MARK).frame(mutate_bytes(rng, payload))
+        return mutate_bytes(rng, FrameWriter(wire.MARK).frame(payload))
 
     def run(self, case: bytes) -> None:
-        payload = wire.FrameReader().open(case)
+        payload = FrameReader(wire.MARK).open(case)
         if payload is not None:
             message = wire.decode_to_engine(payload)
             if isinstance(message, wire.Submit):
@@ -144,9 +163,40 @@ class WireFromEngine(WireToEngine):
         self._seeds = [wire.encode(message) for message in messages]
 
     def run(self, case: bytes) -> None:
-        payload = wire.FrameReader().open(case)
+        payload = FrameReader(wire.MARK).open(case)
         if payload is not None:
             wire.decode_from_engine(payload)
+
+
+class StepFrames(Fuzzed):
+    """Plans and outputs on their way between an engine and its workers."""
+
+    name = "step-frames"
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        init = RowInit("r", 1, pack_tokens([1, 2, 3]), 3, 0, SamplingParams(max_tokens=4).resolve(), (2,), 5, 0)
+        plan = Plan(1, [PlanRow("r", 1, 0, 3, 0, True)], [init], [2], [PageWrite(0, 1, 0, [4])])
+        plan.copies = [Copy(CopyKind.OUT, 0, 1, 2)]
+        scored = [TokenLogprobs(7, -0.5, 1, [7], [-0.5])]
+        messages: list[Any] = [plan, StepMasks(1, {0: b"\xff"}), StepOutput(1, [[7]], {0: scored}, pooled={0: [0.5]})]
+        self._seeds = [encode_payload(encoder, message) for message in messages]
+
+    def make(self, rng: random.Random) -> bytes:
+        payload = rng.choice(self._seeds)
+        if rng.random() < 0.7:
+            return FrameWriter(MARK).frame(mutate_bytes(rng, payload))
+        return mutate_bytes(rng, FrameWriter(MARK).frame(payload))
+
+    def run(self, case: bytes) -> None:
+        refused = []
+        for reader in (workers_reader(), engine_reader()):
+            try:
+                reader.read(case)
+            except QuireError as error:
+                refused.append(error)
+        if len(refused) == 2:
+            raise refused[0]
 
 
 class HttpBodies(Fuzzed):
@@ -208,7 +258,15 @@ class HttpBodies(Fuzzed):
             raise AssertionError(f"{status} without an error body: {answer[:300]!r}")
 
 
-TARGETS: tuple[type[Fuzzed], ...] = (Gguf, Safetensors, TokenizerFile, WireToEngine, WireFromEngine, HttpBodies)
+TARGETS: tuple[type[Fuzzed], ...] = (
+    Gguf,
+    Safetensors,
+    TokenizerFile,
+    WireToEngine,
+    WireFromEngine,
+    StepFrames,
+    HttpBodies,
+)
 
 
 def try_case(target: Fuzzed, case: bytes) -> str | None:

@@ -10,6 +10,7 @@ import pytest
 
 from quire.cache.explain import pin
 from quire.types import CopyKind, Plan, StepOutput
+from tests.pure.remote_workers import RemoteWorkers
 from tests.pure.shadow import MIXES, Poisoned, Rig, random_prompt, reference_output
 
 SEED = int(os.environ.get("TEST_SEED", "7"))
@@ -21,11 +22,25 @@ MOVES = 600  # for each of the combinations below: more than ten thousand in all
 @pytest.mark.parametrize("mix", [*MIXES, "full+window, few", "all, few"])
 def test_random_moves(mix: str, preemption: str, depth: int) -> None:
     """`few`: with so few pages for the window that it runs out, too."""
+    make_random_moves(mix, preemption, depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("mix", MIXES)
+def test_random_moves_where_only_bytes_reach_the_workers(mix: str, depth: int) -> None:
+    rig = make_random_moves(mix, "auto", depth, remote=True)
+    remote = rig.engine.workers
+    assert isinstance(remote, RemoteWorkers) and len(remote.plan_bytes) >= rig.scheduler.stats.steps > 100
+
+
+def make_random_moves(mix: str, preemption: str, depth: int, remote: bool = False) -> Rig:
     print(f"seed {SEED}")
     rng = random.Random(f"{SEED}/{mix}/{preemption}/{depth}")
     mix, _, few = mix.partition(", ")
     rig = Rig(mix, preemption=preemption, depth=depth, late=rng.random() < 0.5, num_host=rng.choice([12, 40]),
               num_window=rng.choice([8, 12, 15]) if few else None)  # fmt: skip
+    if remote:
+        rig.engine.wrap(RemoteWorkers)
     pool: list[list[int]] = []
     expected: dict[str, list[int]] = {}
     ended_early: set[str] = set()
@@ -69,6 +84,7 @@ def test_random_moves(mix: str, preemption: str, depth: int) -> None:
         assert rig.scheduler.stats.swaps > 0
     if mix in ("full", "full+window"):
         assert rig.scheduler.stats.preemptions > 0 and rig.cache.stats.evicted_units > 0
+    return rig
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -151,13 +151,14 @@ def test_going_idle_is_told_at_once_even_after_a_single_turn() -> None:
     """One token is asked for, computed and ended within one turn of the loop: the beat after it says so."""
     zmq = pytest.importorskip("zmq")
     from quire.engine.host import wire
+    from quire.engine.host.frames import FrameReader, FrameWriter
     from quire.engine.host.process import Channel, SocketMailbox
 
     class Socket:
         """An order for each time the engine waits for one."""
 
         def __init__(self) -> None:
-            self.reader, self.writer = wire.FrameReader(), wire.FrameWriter()
+            self.reader, self.writer = FrameReader(wire.MARK), FrameWriter(wire.MARK)
             self.orders: list[wire.ToEngine] = [wire.submit_message([request("a", 1)]), wire.StopEngine()]
             self.due: list[wire.ToEngine] = []
             self.told: list[int] = []  # how many have ended, beat by beat

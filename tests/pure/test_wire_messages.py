@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("msgspec")
 
 from quire.engine.host import wire
+from quire.engine.host.frames import VERSION, FrameReader, FrameWriter
 from quire.types import (
     Delta,
     FinishReason,
@@ -95,23 +96,23 @@ def test_a_beat_and_a_failure_survive_the_way() -> None:
 
 
 def test_another_version_is_a_clear_error() -> None:
-    frame = bytearray(wire.FrameWriter().frame(wire.encode(wire.StopEngine())))
+    frame = bytearray(FrameWriter(wire.MARK).frame(wire.encode(wire.StopEngine())))
     frame[2] += 1
-    with pytest.raises(QuireError, match=rf"version {wire.VERSION + 1}.*version {wire.VERSION}") as caught:
-        wire.FrameReader().open(bytes(frame))
+    with pytest.raises(QuireError, match=rf"version {VERSION + 1}.*version {VERSION}") as caught:
+        FrameReader(wire.MARK).open(bytes(frame))
     assert caught.value.code == "version_mismatch"
 
 
-@pytest.mark.parametrize("frame", [b"", b"Q", b"GET / HTTP/1.1", wire.MARK, wire.MARK + bytes([wire.VERSION])])
+@pytest.mark.parametrize("frame", [b"", b"Q", b"GET / HTTP/1.1", wire.MARK, wire.MARK + bytes([VERSION])])
 def test_frames_of_others_are_dropped_and_harm_nothing(frame: bytes) -> None:
-    writer, reader = wire.FrameWriter(), wire.FrameReader()
+    writer, reader = FrameWriter(wire.MARK), FrameReader(wire.MARK)
     assert reader.open(writer.frame(b"one")) == b"one"
     assert reader.open(frame) is None
     assert reader.open(writer.frame(b"two")) == b"two"
 
 
 def test_a_frame_counts_once_and_a_missing_or_damaged_one_is_noticed() -> None:
-    writer, reader = wire.FrameWriter(), wire.FrameReader()
+    writer, reader = FrameWriter(wire.MARK), FrameReader(wire.MARK)
     frames = [writer.frame(bytes([65 + i])) for i in range(6)]
     assert [reader.open(frame) for frame in (frames[0], frames[0], frames[1], frames[0])] == [b"A", None, b"B", None]
     with pytest.raises(QuireError) as caught:

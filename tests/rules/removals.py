@@ -30,6 +30,7 @@ def _one(threat: str, rule: str, test: str, file: str, text: str, without: str) 
     return Removal(threat, rule, test, (Edit(file, text, without),))
 
 
+FRAME_CODE = "quire/engine/host/frames.py"
 WIRE, SANDBOX, GATE = "quire/engine/host/wire.py", "quire/text/sandbox.py", "quire/server/http/gate.py"
 GGUF, SAFETENSORS = "quire/files/gguf.py", "quire/files/safetensors.py"
 TEMPLATE_TEST = f"{PURE}security.py::test_a_template_reaches_nothing_and_builds_nothing_huge"
@@ -52,7 +53,7 @@ REMOVALS: tuple[Removal, ...] = (
     # -- unsafe deserialization
     _one("unsafe deserialization", "no pickle",
          f"{PURE}security.py::test_nothing_is_deserialized_or_run_that_can_hold_code",
-         WIRE, "import struct\nimport zlib\n", "import pickle\nimport struct\nimport zlib\n"),
+         FRAME_CODE, "import struct\nimport zlib\n", "import pickle\nimport struct\nimport zlib\n"),
     _one("unsafe deserialization", "no torch.load",
          f"{PURE}security.py::test_nothing_is_deserialized_or_run_that_can_hold_code",
          "quire/models/loading/loader.py", "def load_model(",
@@ -61,9 +62,9 @@ REMOVALS: tuple[Removal, ...] = (
          f"{PURE}wire_messages.py::test_what_is_no_message_is_refused",
          WIRE, "= msgspec.msgpack.Decoder(ToEngine)", "= msgspec.msgpack.Decoder()"),
     _one("unsafe deserialization", "frames are checksummed", FRAMES,
-         WIRE, "if zlib.crc32(payload, number) != checksum:", "if False:"),
+         FRAME_CODE, "if zlib.crc32(payload, number) != checksum:", "if False:"),
     _one("unsafe deserialization", "frames are numbered", FRAMES,
-         WIRE, "if number != expected:", "if False:"),
+         FRAME_CODE, "if number != expected:", "if False:"),
     # -- template injection
     _one("template injection", "no template from a request", NO_MEDIA,
          "quire/server/schemas.py", 'extra="forbid"', 'extra="ignore"'),

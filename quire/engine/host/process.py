@@ -22,6 +22,7 @@ from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.host import wire
 from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, check_engine
 from quire.engine.host.flight_record import FlightRecorder, RecordedWorkers, flight_path
+from quire.engine.host.frames import MAX_FRAME, FrameReader, FrameWriter
 from quire.engine.loop import Engine, StepFault
 from quire.engine.trace import FileTracer
 from quire.types import Delta, QuireError
@@ -58,7 +59,7 @@ def run_engine_process(address: str, build: Build, wrap_socket: Callable[[Any], 
     _exit_with_parent()
     context = zmq.Context()
     raw = context.socket(zmq.PAIR)
-    raw.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)
+    raw.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     raw.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
     raw.setsockopt(zmq.LINGER, 2000)
     raw.connect(address)
@@ -115,7 +116,7 @@ class Channel:
 
     def __init__(self, socket: Socket):
         self._socket = socket
-        self._writer, self._reader = wire.FrameWriter(), wire.FrameReader()
+        self._writer, self._reader = FrameWriter(wire.MARK), FrameReader(wire.MARK)
 
     def send(self, message: wire.FromEngine) -> None:
         self._socket.send(self._writer.frame(wire.encode(message)))

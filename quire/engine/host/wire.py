@@ -1,27 +1,24 @@
 """The wire format between the HTTP process and the engine process: typed, bounded and versioned messages.
 
-A frame is a mark, the version, a running number, a checksum and one msgpack message. Both sides check all of these and
-the length of every list, so that a wrong peer is a clear error, a lost, repeated or damaged frame is noticed, and no
-message makes the other side allocate without bound.
+Each message is msgpack in a frame of its own (`frames`). Both sides check the frames and the length of every list, so
+that a wrong peer is a clear error, a lost, repeated or damaged frame is noticed, and no message makes the other side
+allocate without bound.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from quire.engine.host.frames import decode_payload, encode_payload
 from quire.engine.limits import KEPT_STEPS, StepShape
 from quire.types import Delta, GrammarSpec, QuireError, Request, SamplingParams
-from quire.types.requests import MAX_ERROR, MAX_VALUES, RequestId, TokenIds
+from quire.types.bounds import MAX_ERROR, MAX_VALUES, RequestId, TokenIds
 
-VERSION = 3
 MARK = b"Qr"
-MAX_FRAME = 256 << 20
 MAX_BATCH = MAX_VALUES
 MAX_TEXT = MAX_ERROR
 MAX_SAMPLES = 4096
@@ -173,82 +170,23 @@ class IntegrityReport(msgspec.Struct, tag="checked", array_like=True, frozen=Tru
 FromEngine = EngineReady | Failed | Deltas | Beat | Fault | IntegrityReport
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Frames
+# Bytes
 
-M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_HEAD = struct.Struct("<2sBII")  # mark, version, number, checksum of the rest
-MAX_NUMBER = 1 << 32
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    try:
-        payload = _encoder.encode(message)
-    except UnicodeEncodeError:  # in a stop string or a pattern, since the prompt is token ids here
-        raise QuireError("invalid_text", "A text contains half a surrogate pair.", "Send valid Unicode.") from None
-    if len(payload) > MAX_FRAME - _HEAD.size:
-        what = f"A message of {len(payload)} bytes exceeds the limit of {MAX_FRAME} bytes."
-        raise QuireError("message_too_large", what, "Send fewer tokens, or request fewer logprobs.")
-    return payload
+    return encode_payload(_encoder, message)
 
 
 def decode_to_engine(payload: bytes) -> ToEngine:
-    return _decode(_to_engine, payload)
+    return decode_payload(_to_engine, payload)
 
 
 def decode_from_engine(payload: bytes) -> FromEngine:
-    return _decode(_from_engine, payload)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:
-    try:
-        return decoder.decode(payload)
-    except (msgspec.MsgspecError, QuireError, RecursionError, ValueError, OverflowError) as error:
-        raise QuireError("bad_message", f"A message between the processes is malformed: {error}.") from None
-
-
-class FrameWriter:
-    """Writes the frames of one direction, with running numbers."""
-
-    def __init__(self) -> None:
-        self._number = 0
-
-    def frame(self, payload: bytes) -> bytes:
-        self._number = (self._number + 1) % MAX_NUMBER
-        checksum = zlib.crc32(payload, self._number)
-        return _HEAD.pack(MARK, VERSION, self._number, checksum) + payload
-
-
-class FrameReader:
-    """Reads the frames of one direction, in order and each once."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def open(self, frame: bytes) -> bytes | None:
-        """Return the message in a frame; None for a foreign or repeated frame.
-
-        Raises if a frame is damaged or missing, or if the other process has another version.
-        """
-        if len(frame) < _HEAD.size or frame[:2] != MARK or len(frame) > MAX_FRAME:
-            return None
-        _, version, number, checksum = _HEAD.unpack_from(frame)
-        if version != VERSION:
-            what = f"The other process uses version {version} of the wire format, this one version {VERSION}."
-            raise QuireError("version_mismatch", what, "Run both from the same installation of Quire.")
-        payload = frame[_HEAD.size :]
-        if zlib.crc32(payload, number) != checksum:
-            raise QuireError("frames_damaged", "A message between the processes arrived damaged.")
-        expected = (self._last + 1) % MAX_NUMBER
-        if number != expected:
-            if (expected - number) % MAX_NUMBER < MAX_NUMBER // 2:
-                return None  # a repeated frame
-            what = f"Message {expected} between the processes is missing; message {number} arrived instead."
-            raise QuireError("frames_lost", what)
-        self._last = number
-        return payload
+    return decode_payload(_from_engine, payload)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
     from quire.types import SamplingParams
 
     def elapsed() -> float:
-        return time.monotonic() - task["started"]
+        return time.monotonic() - float(task["started"])
 
     class Watch(QuietProgress):
         """Records when loading weights starts: by then torch is imported, the model is built, and trials have run."""

@@ -138,7 +138,7 @@ class _SpanRecorder(Tracer):
         self._probe = probe
 
     @contextmanager
-    def span(self, name: str, plan: Plan | None = None) -> Iterator[None]:  # type: ignore[override]
+    def span(self, name: str, plan: Plan | None = None) -> Iterator[None]:
         begin = time.perf_counter()
         try:
             yield
@@ -163,7 +163,7 @@ class _TimedWorkers:
         return ticket
 
     def warm_ups(self) -> Iterator[None]:
-        return self._inner.warm_ups()
+        yield from self._inner.warm_ups()
 
     def close(self) -> None:
         self._inner.close()

@@ -15,12 +15,13 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import quire
 from quire.bench.offline import load_average
 from quire.bench.stats import Bar, Report
-from quire.config import Config
-from quire.config_build import engine_settings, knobs
+from quire.config import Config, knobs
+from quire.config_build import engine_settings
 from quire.types import QuireError
 
 PHASES = ("tried_s", "ready_s", "first_token_s", "tenth_token_s")
@@ -111,7 +112,7 @@ def _run(config: Config, prompt_len: int, caches: dict[str, str]) -> Report:
         text=True,
     )
     try:
-        result = json.loads(done.stdout.strip().splitlines()[-1])
+        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         raise QuireError(
             "start_failed",

@@ -6,7 +6,6 @@ such as the inter-token latency of one-token answers, is None.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ class Bar:
 
     @property
     def passed(self) -> bool:
-        return (operator.ge if self.sense == "at least" else operator.le)(self.value, self.bar)
+        return self.value >= self.bar if self.sense == "at least" else self.value <= self.bar
 
     def to_report(self) -> Report:
         return {"name": self.name, "value": self.value, "bar": self.bar, "sense": self.sense, "pass": self.passed}

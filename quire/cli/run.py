@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.model_argument import add_positional_model, looks_like_model, take_positional_model
 from quire.cli.output import AnswerLines, LoadingProgress, format_seconds, print_dim, waiting, write_json
@@ -21,7 +21,7 @@ from quire.config_build import ENGINE_TABLES, add_config_flags, config_from_args
 from quire.types import QuireError, SamplingParams
 
 if TYPE_CHECKING:
-    from quire.llm import LLM, Chunk, Output
+    from quire.llm import LLM, Output
 
 MAX_PROMPT_BYTES = 64 << 20
 
@@ -193,7 +193,7 @@ def short_name(config: Config) -> str:
 
 def stream_answer(llm: LLM, prompt: Any, params: SamplingParams) -> Generator[tuple[str, Output | None], None, None]:
     """Yield new text as it arrives; the last item also holds the output. Closing the generator cancels the request."""
-    with closing(cast("Generator[Chunk, None, None]", llm.stream(prompt, params))) as chunks:
+    with closing(llm.stream(prompt, params)) as chunks:
         for chunk in chunks:
             output = chunk.output
             if output is not None and output.finish_reason == "error":

@@ -192,7 +192,8 @@ class _GGUFReader:
             if num_items and items.max() > 1:
                 self._fail(f"{key!r} is an array of bools with the value {items.max()}")
             items = items.astype(bool)
-        return items.tolist()
+        values: list[Any] = items.tolist()
+        return values
 
     def _string_array(self, key: str, num_items: int) -> list[str]:
         # A vocabulary has hundreds of thousands of strings, so the loop uses locals and one comparison per string.

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -86,7 +85,7 @@ def _fail(path: Path, reason: str) -> NoReturn:
 def _header_len(path: Path, head: bytes, size: int) -> int:
     if len(head) < 8:
         _fail(path, f"it has only {size} bytes")
-    (header_len,) = struct.unpack("<Q", head)
+    header_len = int.from_bytes(head, "little")
     if header_len > MAX_HEADER_BYTES:
         _fail(path, f"its header claims {header_len} bytes, more than the format allows")
     if 8 + header_len > size:

@@ -68,7 +68,8 @@ class WebClient:
         if self._token:
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         try:
-            return self._opener.open(request)
+            response: http.client.HTTPResponse = self._opener.open(request)
+            return response
         except urllib.error.HTTPError as error:
             error.close()
             raise HubRefusal(error.code, error.headers.get("X-Error-Code") or "") from None
@@ -159,7 +160,8 @@ def _look_up(address: tuple[str, int]) -> list[Any]:
         raise OSError("it is not a host name")
     if isinstance(answer[0], OSError):
         raise answer[0]
-    return answer[0]
+    addresses: list[Any] = answer[0]
+    return addresses
 
 
 class _PlainConnection(http.client.HTTPConnection):

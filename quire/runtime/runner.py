@@ -18,10 +18,10 @@ from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.rows import DeviceRows
 from quire.runtime.store import CacheStore
-from quire.sampling.batch import Batch
+from quire.sampling.batch import Batch, Histories
 from quire.sampling.logprobs import Logprobs, prompt_logprobs, to_records
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import Histories, Sampled, Sampler, start_copy, to_host
+from quire.sampling.sampler import Sampled, Sampler, start_copy, to_host
 from quire.types import Plan, PlanRow, StepOutput
 
 

@@ -179,4 +179,5 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _dtype(spec: CacheSpec) -> torch.dtype:
-    return getattr(torch, spec.dtype)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype

@@ -26,7 +26,7 @@ def row_sums(x: Tensor) -> Tensor:
     """Sums each row, [rows, n] -> [rows, 1]. Two halves are summed first: torch would otherwise split a single row over
     threads, and its sum would differ from the same row's in a batch."""
     half = x.shape[1] // 2
-    sums = x[:, : 2 * half].unflatten(1, (2, half)).sum(-1).sum(-1, keepdim=True)
+    sums: Tensor = x[:, : 2 * half].unflatten(1, (2, half)).sum(-1).sum(-1, keepdim=True)
     return sums if x.shape[1] % 2 == 0 else sums + x[:, 2 * half :]
 
 

@@ -26,8 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quire.config import Config
-from quire.config_build import engine_settings, knobs
+from quire.config import Config, knobs
+from quire.config_build import engine_settings
 from quire.machine import Machine, installed_version, may_have_gpu, nvidia_card_names, read_machine
 
 MIN_CORES = 4

@@ -144,7 +144,7 @@ def _layer_cases(layer: _Layer, device: torch.device) -> Iterator[KernelCase]:
             for i in range(copies)
         ]
 
-        def decode(index: int, x: torch.Tensor = x, state: torch.Tensor = state, plans: list = plans) -> object:
+        def decode(index: int, x: torch.Tensor = x, state: torch.Tensor = state, plans: list[Any] = plans) -> object:
             return layer.op(x, weights, shape, state, plans[index % len(plans)])
 
         num_bytes = num_rows * (4 * layer.step_elements + per_token)

@@ -77,7 +77,7 @@ def microseconds(launch: Callable[[int], object]) -> float:
                 launch(index)
         graph.replay()
         torch.cuda.synchronize()
-        times = []
+        times: list[float] = []
         for _ in range(REPEATS):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record(stream)

@@ -155,7 +155,8 @@ def _percentiles(samples: Sample) -> Sample:
     place = last[:, None] * np.array(list(JUDGED_SHARES.values()))  # [rows, shares]
     below = place.astype(int)
     low, high = (np.take_along_axis(ordered, at, 1) for at in (below, np.minimum(below + 1, last[:, None])))
-    return low + (high - low) * (place - below)
+    percentiles: Sample = low + (high - low) * (place - below)
+    return percentiles
 
 
 def _figure(name: str, unit: str, a: float, b: float, samples: Sample, judged: bool) -> Report:

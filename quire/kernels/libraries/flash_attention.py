@@ -124,7 +124,7 @@ def open_version_3(device: torch.device) -> list[FlashAttention3]:
     """Both variants of FlashAttention-3's kernel, or an empty list if the device is not Hopper."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return []
-    from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
+    from flash_attn_interface import flash_attn_with_kvcache
 
     return [FlashAttention3(flash_attn_with_kvcache, copied=copied) for copied in (False, True)]
 
@@ -133,6 +133,6 @@ def open_version_2(device: torch.device) -> list[FlashAttention2]:
     """FlashAttention-2's kernel, or an empty list on devices before Ampere."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return []
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    from flash_attn import flash_attn_varlen_func
 
     return [FlashAttention2(flash_attn_varlen_func)]

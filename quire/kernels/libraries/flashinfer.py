@@ -36,7 +36,7 @@ class ModuleKind:
 
     def module(self) -> Any:
         """FlashInfer's specification of the module: its location and build commands."""
-        from flashinfer.jit.attention import gen_batch_prefill_module  # type: ignore[import-not-found]
+        from flashinfer.jit.attention import gen_batch_prefill_module
 
         types = (self.dtype, self.dtype, self.dtype, torch.int32)  # of q, keys and values, result, indices
         return gen_batch_prefill_module(

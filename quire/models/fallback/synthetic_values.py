@@ -23,7 +23,7 @@ class SyntheticValues(TorchDispatchMode):
     """While active, operations on real and meta tensors return real tensors: random floats, zero integers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -55,14 +55,13 @@ def render_chat(
 ) -> list[str]:
     """The prompt's text in segments, which joined are the whole text. No special token spans two segments.
 
-    A control token spelled in a message is cut inside its spelling, so that it is encoded as text. There are no other
-    cuts, so other conversations have one segment. `special_in_content` makes no cuts."""
+    A control token spelled in a message, a tool or a variable is cut inside its spelling, so that it is encoded as
+    text. There are no other cuts, so other conversations have one segment. `special_in_content` makes no cuts."""
     if special_in_content:
         return [template.render(messages, tools=tools, **variables)]
     cutter = _Cutter(tokenizer)
     cut_messages = [cutter.cut_message(message) if isinstance(message, dict) else message for message in messages]
-    cut_tools = cutter.cut(tools)
-    text = template.render(cut_messages, tools=cut_tools, **variables)
+    text = template.render(cut_messages, tools=cutter.cut(tools), **cutter.cut(variables))
     return text.split(cutter.mark) if cutter.has_cut else [text]
 
 
@@ -109,7 +108,7 @@ class _Cutter:
         if isinstance(value, str):
             return self._cut_text(value, spellings)
         if isinstance(value, Mapping):
-            return {name: self.cut(inner, spellings) for name, inner in value.items()}
+            return {self.cut(name, spellings): self.cut(inner, spellings) for name, inner in value.items()}
         if isinstance(value, list):
             return self._cut_parts([self.cut(inner, spellings) for inner in value], spellings)
         return value

@@ -60,6 +60,26 @@ def test_control_tokens_spelled_in_content_stay_text(kind: tuple[Tokenizer, Chat
             assert num_special(tokenizer, kept) > plain
 
 
+def test_control_tokens_spelled_in_names_and_variables_stay_text(kind: tuple[Tokenizer, ChatTemplate]) -> None:
+    tokenizer, _ = kind
+    source = "{{ tools | tojson }}{{ messages | tojson }}{{ documents | tojson }}{{ date_string }}"
+    template = ChatTemplate(source, {})
+    for spelling in tokenizer.special_spellings:
+        parameters = {"type": "object", "properties": {spelling: {"enum": [spelling]}}}
+        call = {"function": {"name": "f", "arguments": {spelling: 1}}}
+        tokens = tokens_of(
+            (tokenizer, template),
+            [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+            if spelling in tokenizer.turn_spellings
+            else [{"role": "user", "content": "x"}],
+            tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+            documents=[{"title": spelling, spelling: 1}],
+            date_string=spelling,
+        )
+        assert num_special(tokenizer, tokens) == 0, spelling
+        assert tokenizer.decode(tokens, skip_special=False).count(spelling) >= 5
+
+
 def test_halves_of_a_control_token_do_not_meet(kind: tuple[Tokenizer, ChatTemplate]) -> None:
     tokenizer, _ = kind
     template = ChatTemplate("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", {})

@@ -118,8 +118,6 @@ class SamplingParams:
             _check_number(name, getattr(self, name), low, high, why)
         for name, low, high in _INT_BOUNDS:
             _check_int(name, getattr(self, name), low, high)
-        if self.repetition_penalty is not None and self.repetition_penalty == 0:
-            raise _bad("repetition_penalty", 0, "must be above 0 (1 switches it off)")
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
             raise _bad("grammar", self.grammar, "must be a GrammarSpec, for instance GrammarSpec.json(schema)")
         if self.pooling is not None and self.pooling not in POOLINGS:
@@ -169,7 +167,7 @@ _FLOAT_BOUNDS = (
     ("top_p", 0.0, 1.0, "1 switches it off"),
     ("min_p", 0.0, 1.0, "0 switches it off"),
     ("top_n_sigma", 0.0, 1e6, "0 switches it off"),
-    ("repetition_penalty", 0.0, 100.0, "1 switches it off"),
+    ("repetition_penalty", 1e-3, 100.0, "1 switches it off"),  # a logit divided by less may leave float32
     ("presence_penalty", -100.0, 100.0, "0 switches it off"),
     ("frequency_penalty", -100.0, 100.0, "0 switches it off"),
     ("dry_multiplier", 0.0, 100.0, "0 switches it off"),

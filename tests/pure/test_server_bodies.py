@@ -179,6 +179,13 @@ def test_numbers_beyond_float32_are_refused(post: Any, field: str, value: str) -
     assert error["param"] == field or error["code"] == "invalid_json", error
 
 
+@pytest.mark.parametrize("value", ["0", "1e-300", "1e-38", "9e-4", "-1"])
+def test_a_repetition_penalty_that_makes_logits_infinite_is_refused(post: Any, value: str) -> None:
+    body = f'{{"prompt": [65], "max_tokens": 1, "repetition_penalty": {value}}}'
+    status, answer = post("/v1/completions", body.encode())
+    assert (status, json.loads(answer)["error"]["param"]) == (400, "repetition_penalty"), answer
+
+
 @pytest.mark.parametrize("field", ["top_k", "dry_allowed_len", "dry_range", "min_tokens", "max_tokens", "seed", "n"])
 @pytest.mark.parametrize("value", [1 << 63, -(1 << 64), 10**30])
 def test_whole_numbers_beyond_their_range_are_refused(post: Any, field: str, value: int) -> None:

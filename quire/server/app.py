@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
 
 from quire.server.anthropic.routes import anthropic_router
+from quire.server.http.encoding import to_json
 from quire.server.http.errors import ApiError, dialect_of, error_response, from_quire_error, from_validation
 from quire.server.http.gate import Gate, route_label
 from quire.server.openai.embeddings import embeddings_router
@@ -33,7 +35,9 @@ HTTP_CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
 def create_app(server: Server, version: str) -> ASGIApp:
-    app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Quire", version=version, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     routers = (
         ops_router(server, version),
         admin_router(server),
@@ -43,12 +47,12 @@ def create_app(server: Server, version: str) -> ASGIApp:
         anthropic_router(server),
         text_router(server),
         page_router(server),
+        _document_router(app),
     )
     for router in routers:
         _answer_head(router)
         app.include_router(router)
     _handle_errors(app, server, [route for router in routers for route in router.routes])
-    _document(app)
     return Gate(app, server)
 
 
@@ -123,15 +127,24 @@ def _methods_of(routes: Sequence[BaseRoute], scope: Any) -> list[str]:
     return sorted(methods)
 
 
-def _document(app: FastAPI) -> None:
-    """Replace the 422 that FastAPI documents for every route with a body by 400, which the server answers."""
-    original = app.openapi
+def _document_router(app: FastAPI) -> APIRouter:
+    """`GET /openapi.json`. Making the document takes a quarter of a second, so a thread does it, once."""
+    router, lock, made = APIRouter(), asyncio.Lock(), list[bytes]()
 
-    def openapi() -> dict[str, Any]:
-        document = original()
-        for path in document["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
-        return document
+    @router.get("/openapi.json", include_in_schema=False)
+    async def document() -> Response:
+        async with lock:
+            if not made:
+                made.append(await asyncio.to_thread(_make_document, app))
+        return Response(made[0], media_type="application/json")
 
-    app.openapi = openapi  # type: ignore[method-assign]
+    return router
+
+
+def _make_document(app: FastAPI) -> bytes:
+    """All routes as OpenAPI, without the 422 that FastAPI adds to every route with a body: the server answers 400."""
+    document = app.openapi()
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    return to_json(document)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 pytest.importorskip("tokenizers")
 
+from quire.server import app
 from quire.server.http.body_pace import GRACE_SECONDS, IDLE_SECONDS, BodyPace
 from quire.server.http.host_names import HostNames
 from tests.fuzz.fake_server import FakeServer
@@ -199,6 +201,28 @@ def test_a_body_that_drips_is_cut_off(
     json_type = ("content-type", "application/json")
     said = serving.ask(CHAT, json_type, ("transfer-encoding", "chunked"), method="POST", receive=drip)
     assert code_of(said) == (408, "body_too_slow") and said[2]["connection"] == "close"
+
+
+# -- the document of all routes
+
+
+def test_the_document_is_made_once_and_off_the_event_loop(
+    tmp_path: Path, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_by: list[threading.Thread] = []
+    make = app._make_document
+
+    def recorded(*given: Any) -> bytes:
+        made_by.append(threading.current_thread())
+        return make(*given)
+
+    monkeypatch.setattr(app, "_make_document", recorded)
+    serving = Serving(tmp_path, runner)
+    first, second = serving.ask("/openapi.json"), serving.ask("/openapi.json")
+    assert first[1] == second[1] and "/v1/chat/completions" in first[1]["paths"]
+    assert len(made_by) == 1 and made_by[0] is not threading.main_thread()
+    assert not any("422" in one["responses"] for path in first[1]["paths"].values() for one in path.values())
+    assert serving.ask("/openapi.json", method="POST")[1]["error"]["message"].endswith("only GET, HEAD.")
 
 
 # -- HEAD

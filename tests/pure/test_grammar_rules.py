@@ -149,14 +149,21 @@ def test_white_space_in_json_has_an_end(compiler: GrammarCompiler) -> None:
     GrammarSpec("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}'),
     GrammarSpec("regex", "(unclosed"), GrammarSpec("choice", "[]"), GrammarSpec("choice", '["a", 3]'),
     GrammarSpec("choice", '[""]'), GrammarSpec("ebnf", "start: nowhere"), GrammarSpec("ebnf", "start: start"),
-    GrammarSpec("json_schema", '{"$ref": "#/$defs/missing"}'),
+    GrammarSpec("json_schema", '{"$ref": "#/$defs/missing"}'), GrammarSpec("ebnf", "root ::= ("),
+    GrammarSpec("ebnf", "root ::= nowhere"),
 ])  # fmt: skip
 def test_what_can_not_be_used_is_refused(compiler: GrammarCompiler, spec: GrammarSpec) -> None:
     with pytest.raises(QuireError) as caught:
         compiler.compile(spec)
     said = str(caught.value)
     assert caught.value.code == "invalid_schema" and "\n" not in said
-    assert not any(word in said for word in (" | ", "NoExtension", "guidance", "start: /", "1(")), said
+    assert not any(word in said for word in (" | ", "NoExtension", "guidance", "start: /", "1(", "GBNF", "Lark")), said
+
+
+def test_a_grammar_that_is_nested_too_deeply_is_refused_as_that(compiler: GrammarCompiler) -> None:
+    with pytest.raises(QuireError, match="The grammar is nested too deeply") as caught:
+        compiler.compile(GrammarSpec("ebnf", "root ::= " + "(" * 8000 + '"a"' + ")" * 8000))
+    assert caught.value.code == "grammar_too_complex"
 
 
 def _nested(depth: int) -> str:

@@ -16,6 +16,7 @@ JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,24}"}
 LEADING_SPACE = r"/[ \n\t]{0,4}/"  # white space that models write between reasoning and answer
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")  # a position in a grammar's text, in the library's errors
 _EXCERPT = re.compile(r" \d+ \| .*$")  # an excerpt of that text
+_CONVERTER = "Failed to convert the grammar from GBNF to Lark: "  # no client asked for that
 _REGEX = re.compile(r"^line \d+, column \d+: invalid regex .* \(in regex\): (?:regex parse error: )?")
 _TOO_MUCH = ("too big", "too large", "too complex", "too many", "limit", "fuel", "recursion", "max is")
 
@@ -108,10 +109,12 @@ def explain_schema(complaint: str) -> QuireError:
 
 def explain(complaint: str, code: str) -> QuireError:
     """Convert an error of the library to a QuireError of one line. `code` is used unless a limit was exceeded."""
-    line = " ".join(complaint.replace("<non-verbose/>", "").split())
+    line = " ".join(complaint.replace("<non-verbose/>", "").split()).removeprefix(_CONVERTER)
     line = _EXCERPT.sub("", _PLACE.sub(r"line \1, column \2: ", line))[:300].rstrip(".")
     if line.startswith("NoExtension"):
         line = "it allows no text at all"
+    if "recursion depth" in line:  # of the library's own converter
+        return QuireError("grammar_too_complex", "The grammar is nested too deeply.", "Make it flatter.")
     if any(word in line.lower() for word in _TOO_MUCH):
         return QuireError("grammar_too_complex", f"The grammar is too complex: {line}.", "Use a simpler one.")
     if code == "grammar_failed":

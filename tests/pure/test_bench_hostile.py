@@ -23,6 +23,7 @@ from quire.bench.hostile.requests import (
     post,
 )
 from quire.bench.hostile.watch import MemoryWatch, quantile, read_histograms, subtract
+from quire.server.http.bodies import decode_json, validate_body
 
 TARGET = Target("127.0.0.1", 1, "sk")
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -43,6 +44,13 @@ def test_every_request_is_whole_and_small_ones_are_small(kind: str) -> None:
         assert len(exchange.data) < 1 << 20 and exchange.expected, exchange.name
         if head.startswith(b"POST"):
             assert f"Content-Length: {len(body)}".encode() in head, exchange.name
+
+
+def test_requests_that_may_be_answered_are_refused_by_no_schema() -> None:
+    """A misspelt field would be refused before it costs anything, and the attack would be none."""
+    for exchange in (one for make in REQUEST_KINDS.values() for one in make(TARGET, SMALL) if 200 in one.expected):
+        head, _, body = exchange.data.partition(b"\r\n\r\n")
+        validate_body(head.split()[1].decode(), decode_json(body))
 
 
 def test_every_kind_has_attacks() -> None:

@@ -88,11 +88,11 @@ def _words(target: Target, sizes: Sizes) -> list[Exchange]:
     words = [f"{place:06d}" + "ab " * (sizes.word_len // 3 - 3) for place in range(sizes.words)]
     bad = json.dumps({"prompt": ["x"] * 4, "max_tokens": 1, "bad_words": words}).encode()
     breakers = [chr(0x4E00 + place) + f"{place}x" for place in range(64)]
-    dry = chat(dry_multiplier=0.8, dry_sequence_breakers=breakers)
+    dry = chat(dry_multiplier=0.8, dry_breakers=breakers)
     any_end = REFUSED | {200}  # requests within the limits may be answered
     return [
         Exchange("bad_words", post(target, COMPLETIONS, bad), any_end),
-        Exchange("dry_sequence_breakers", post(target, CHAT, dry), any_end),
+        Exchange("dry_breakers", post(target, CHAT, dry), any_end),
     ]
 
 

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
         if argv is None:
-            _die_on_next_interrupt()
+            _end_on_next_interrupt()
         return 130
     except BrokenPipeError:
         return 141
@@ -222,7 +222,7 @@ def _flush_or_drop_stdout() -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def _die_on_next_interrupt() -> None:
+def _end_on_next_interrupt() -> None:
     """Make another Ctrl-C during Python's shutdown end the process at once, without a traceback."""
     import signal
 

@@ -135,7 +135,7 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Any]:
         beat = self._client.beat
-        yield from self._fate()
+        yield from self._state_metrics()
         for name, text in self.COUNTERS:
             yield CounterMetricFamily(f"quire_engine_{name}", text, value=getattr(beat, name))
         for name, text in self.GAUGES:
@@ -153,7 +153,7 @@ class _EngineCollector:
         yield total
         yield free
 
-    def _fate(self) -> Iterator[Any]:
+    def _state_metrics(self) -> Iterator[Any]:
         """Metrics of the engine process's state and of its loop."""
         supervisor = self._supervisor
         states, beat = supervisor.states, self._client.beat

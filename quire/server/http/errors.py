@@ -177,7 +177,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The error for the first invalid part of a body, query or path, by the client's name of it."""
     if not errors:
         return bad_request("invalid_request", "The request is not valid.")
-    first = min(errors, key=_vagueness)
+    first = min(errors, key=_specificity)
     kind, place = str(first["type"]), _place(first)
     code = _CODES.get(kind, "invalid_value")
     if kind == "json_invalid":
@@ -190,8 +190,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return bad_request(code, f"{place or 'The body'}: {first['msg']}.", place)
 
 
-def _vagueness(error: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """Sort key: a value of a union gives one error per branch, and the deepest one is the most specific."""
+def _specificity(error: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """Sort key, most specific first: a value of a union gives one error per branch, and the deepest one says most."""
     kind = str(error["type"])
     return kind != "json_invalid", kind.endswith("_type"), -len(error["loc"])
 

@@ -52,7 +52,7 @@ async def stream_reply(request: Request, run: GenerationRun, encoder: StreamEnco
     except DeltaStreamClosed:
         server.metrics.disconnected(run.job.route)
         request.state.outcome = DISCONNECTED
-        return _nobody()
+        return _disconnected_response()
     except BaseException:
         watcher.cancel()
         run.close()
@@ -81,17 +81,17 @@ class EventStream(Response):
             await reader.send_frame(await encoder.finish())
         except DeltaStreamClosed:
             server.metrics.disconnected(run.job.route)
-            self._broke(scope, DISCONNECTED)
+            self._record_failure(scope, DISCONNECTED)
         except TooSlow:
-            self._broke(scope, "too_slow")
+            self._record_failure(scope, "too_slow")
             server.metrics.cut_off(run.job.route)
             server.log.write("warning", "reader cut off", id=run.job.request_id, seconds=reader.patience)
         except QuireError as error:
             server.note_failure(run.job.route, run.job.request_id, error)
-            self._broke(scope, error.code)
+            self._record_failure(scope, error.code)
             await reader.send_frame(encoder.fail(from_quire_error(error, route=run.job.route)))
         except Exception:
-            self._broke(scope, "internal_error")
+            self._record_failure(scope, "internal_error")
             await reader.send_frame(encoder.fail(ApiError(500, "internal_error", "The server made a mistake.")))
             raise  # the gate logs it; the client has an error event
         finally:
@@ -100,7 +100,7 @@ class EventStream(Response):
             with suppress(OSError, TooSlow):
                 await reader.send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _broke(self, scope: Scope, outcome: str) -> None:
+    def _record_failure(self, scope: Scope, outcome: str) -> None:
         """Record a failure after status 200 was sent, for the log and the metrics."""
         scope["state"]["outcome"] = outcome
         self._server.metrics.stream_broke(self._run.job.route, outcome)
@@ -150,7 +150,7 @@ async def whole_reply(
     except DeltaStreamClosed:
         server.metrics.disconnected(run.job.route)
         request.state.outcome = DISCONNECTED
-        return _nobody()
+        return _disconnected_response()
     finally:
         watcher.cancel()
         run.close()
@@ -173,6 +173,6 @@ async def _close_when_gone(receive: Receive, run: GenerationRun) -> None:
     run.close()
 
 
-def _nobody() -> Response:
+def _disconnected_response() -> Response:
     """The response for a disconnected client, whose status is for the log only."""
     return Response(status_code=499)

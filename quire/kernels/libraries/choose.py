@@ -17,15 +17,12 @@ from torch import Tensor
 
 from quire.kernels.libraries.seam import PrefillKernel, with_library
 from quire.kernels.table import REFERENCE, Ops
+from quire.kernels.timing import Timer, device_seconds
 from quire.kernels.validation.trials import TrialShape, compare
 from quire.types import QuireError
 
 PROMPT_TOKENS = 4096  # tokens of the step that is timed
 MARGIN = 0.98  # fraction of our own kernel's time below which a library is faster
-ROUNDS = 3
-LAUNCHES = 8
-
-Timer = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,18 +297,3 @@ class _TrialPrompt:
         shape = self.shape
         plan = self.plan(ops) if plan is None else plan
         return lambda: ops.paged_attention(self.q, *self.caches, plan, shape.head_dim**-0.5)
-
-
-def device_seconds(launch: Callable[[], object]) -> float:
-    """Device time of one launch, measured over several so that host time does not count; the best of a few rounds."""
-    launch()  # compiles and warms up
-    best = float("inf")
-    for _ in range(ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(LAUNCHES):
-            launch()
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1e3 / LAUNCHES)
-    return best

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels.activations import Curve
-from quire.kernels.libraries.choose import Timer, device_seconds
 from quire.kernels.table import FirstWinner, Ops
+from quire.kernels.timing import Timer, device_seconds
 from quire.kernels.validation.hopper_trial import runs_on_hopper, settle_row
 from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import compare, finish_writes

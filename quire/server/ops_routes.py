@@ -71,7 +71,7 @@ def admin_router(server: Server) -> APIRouter:
 
     @router.get("/admin/state")
     async def state() -> dict[str, Any]:
-        """The engine process and its loop as state machines: where they are, how they got there, how often."""
+        """The state machines of the engine process and its loop: state, recent transitions, and their counts."""
         supervisor, client = server.supervisor, server.client
         return {
             "process": {

@@ -187,7 +187,7 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
         await asyncio.sleep(0.01)
     if http.started:
         gc.collect()
-        gc.freeze()  # a full collection would otherwise walk over everything imported, 50 ms in which no stream gets on
+        gc.freeze()  # else a full collection visits every imported object, which delays all streams by 50 ms
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     delay = LoopDelay(loop, server.metrics.loop_delayed)

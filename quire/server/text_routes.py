@@ -124,7 +124,7 @@ def text_router(server: Server) -> APIRouter:
 
     @router.post("/render", response_model=None)
     async def render(body: ChatBody) -> Response:
-        """The exact prompt this chat becomes; the sampling fields play no part."""
+        """Return the prompt that this chat is rendered to. Sampling fields are ignored."""
         server.check_model(body.model)
         prompt = await server.chat.make(conversation_of(body), shown=True)
         return _json({"prompt": prompt.text, "tokens": prompt.tokens, "count": len(prompt.tokens)})

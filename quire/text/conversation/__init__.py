@@ -1,7 +1,7 @@
 """Chat turns: a conversation with tools becomes a prompt, and the model's answer becomes a message with tool calls.
 
-The HTTP server and `LLM.chat` use it alike. It imports no torch and nothing of the server, and raises `QuireError`.
-`request` has what a caller wants answered, `turn` renders it, `answer` reads what the model wrote.
+The HTTP server and `LLM.chat` use this package. It imports neither torch nor the server, and raises `QuireError`.
+`request` holds the conversation, `turn` renders it as a prompt, `answer` parses the model's text.
 """
 
 from quire.text.conversation.answer import AnswerFormat, AssistantMessage, ToolCall

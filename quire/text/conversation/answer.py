@@ -1,4 +1,4 @@
-"""What a model answered in a chat turn: its text split into content, reasoning and tool calls."""
+"""The model's answer in a chat turn: parses generated text into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from quire.text.channels import (
 
 @dataclass(slots=True)
 class ToolCall:
+    """One call of a tool in an answer."""
+
     name: str
     id: str
     arguments: str = ""  # JSON text
@@ -51,7 +53,7 @@ class AssistantMessage:
                 self.tool_calls[event.index].is_complete = event.is_whole
 
     def as_message(self) -> dict[str, Any]:
-        """The message to append to a conversation before the tools' results, in OpenAI's form."""
+        """Return the message to append to a conversation before the tools' results, in OpenAI's form."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -65,13 +67,13 @@ class AssistantMessage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the model writes one turn's answer, known before the first token is sampled."""
+    """The formats of tool calls and reasoning in one turn's answer, known before the first token is sampled."""
 
-    tool_format: str | None  # a name of FORMATS; None where no calls are looked for
+    tool_format: str | None  # a name of FORMATS; None: text that looks like a call stays text
     reasoning: ReasoningStyle | None
     reasoning_open: bool  # the prompt ends inside reasoning
     tools: tuple[ToolSpec, ...] = ()
-    must_call: bool = False  # a grammar makes the answer calls
+    must_call: bool = False  # a grammar restricts the answer to calls
 
     def make_parser(self) -> ChannelParser:
         return make_channel_parser(
@@ -83,7 +85,7 @@ class AnswerFormat:
         )
 
     def parse(self, text: str, *, cut: bool) -> AssistantMessage:
-        """Split a complete answer. `cut`: it ended at the token limit or at a stop string."""
+        """Parse a complete answer. `cut`: it ended at the token limit or at a stop string."""
         parser, message = self.make_parser(), AssistantMessage()
         message.add(parser.push(text))
         message.add(parser.finish(cut=cut))

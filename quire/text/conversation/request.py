@@ -1,6 +1,6 @@
-"""What a chat turn asks for: messages and tools in OpenAI's form, which chat templates expect, and rules about them.
+"""A chat turn's request: messages and tools in OpenAI's form, which chat templates expect, and their validation.
 
-Each dialect of the server and `LLM.chat` make a `Conversation`; `ChatRenderer` turns it into a prompt.
+`LLM.chat` and each dialect of the server build a `Conversation`; `ChatRenderer` renders it as a prompt.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class Conversation:
+    """Messages, tools and options of one chat turn. Neither the shape nor the size of its values is checked yet."""
+
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)  # {"type": "function", "function": {...}}
     schema_places: list[str] = field(default_factory=list)  # the caller's name for each tool's parameters, for errors
@@ -54,7 +56,7 @@ def make_conversation(
     output: GrammarSpec | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """A conversation from a Python caller's arguments, whose shape is checked here. `template_kwargs` may also hold
+    """Build a conversation from a Python caller's arguments and check their shape. `template_kwargs` may also hold
     `add_generation_prompt` and `continue_final_message`."""
     kwargs = dict(template_kwargs or {})
     for index, tool in enumerate(tools or ()):
@@ -79,7 +81,7 @@ def make_conversation(
 
 @dataclass(frozen=True, slots=True)
 class ConversationLimits:
-    """Bounds of what a client may send. `LLM.chat` has none."""
+    """Bounds on a client's conversation. `LLM.chat` has none."""
 
     max_messages: int
     max_tools: int
@@ -115,7 +117,7 @@ class ConversationLimits:
 
 
 def check_tools(conversation: Conversation) -> None:
-    """Refuse tools with equal names, parameters that are no object, and a `tool_choice` that names no tool."""
+    """Refuse tools with equal names, parameters other than an object, and a `tool_choice` that names no tool."""
     for tool, where in zip(conversation.tools, conversation.schema_places, strict=True):
         schema = tool["function"].get("parameters")
         if schema is not None and schema.get("type", "object") != "object":

@@ -1,4 +1,4 @@
-"""A conversation becomes a prompt: checked, rendered, encoded, with the grammar its tools or its output need.
+"""Turns a conversation into a prompt: checks, renders and encodes it, and builds the grammar of its answer.
 
 The tool-call format and the reasoning markers are read from the model's chat template. The server renders in its text
 worker, `LLM.chat` in the calling thread.
@@ -35,12 +35,12 @@ from quire.types import GrammarSpec, QuireError, SamplingParams
 
 @dataclass(slots=True)
 class ChatTurn:
-    """A conversation's prompt, the grammar of its answer, and the format the answer is read in."""
+    """A conversation's prompt, the grammar of its answer, and the format in which the answer is parsed."""
 
     text: str
     tokens: list[int]
     grammar: GrammarSpec | None
-    grammar_param: str  # the caller's name for what the grammar comes from, for errors
+    grammar_param: str  # the caller's name for the field that the grammar comes from, for errors
     show_special: bool  # the model's markers are special tokens, so they must reach the parser
     format: AnswerFormat
 
@@ -48,7 +48,7 @@ class ChatTurn:
         return self.format.make_parser()
 
     def fit(self, params: SamplingParams) -> SamplingParams:
-        """`params` with this turn's grammar, and with special tokens shown where the parser needs them."""
+        """Return `params` with this turn's grammar, and with special tokens shown where the parser needs them."""
         shown = params.skip_special_tokens and not self.show_special
         return replace(params, grammar=self.grammar, skip_special_tokens=shown)
 
@@ -61,7 +61,7 @@ class ChatTurn:
         stop_ids: Collection[int],
         cut: bool,
     ) -> AssistantMessage:
-        """The message that an answer's tokens spell. `cut`: the answer ended before the model ended it."""
+        """Parse an answer's tokens. `cut`: the answer ended at a limit, not by the model."""
         stream = TextStream(tokenizer, self.fit(params), stop_ids)
         text = stream.push(token_ids)
         text += stream.finish()
@@ -70,6 +70,8 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True)
 class ChatRenderer:
+    """Renders conversations for one model, in the formats of its chat template."""
+
     tokenizer: Tokenizer
     template: ChatTemplate
     tool_format: str  # a name of FORMATS, or none
@@ -87,12 +89,12 @@ class ChatRenderer:
         limits: ConversationLimits | None = None,
         special_in_content: bool = False,
     ) -> ChatRenderer:
-        """A renderer for the formats that the template teaches. `tool_format` overrides the one for tool calls."""
+        """Return a renderer for the formats in the template. `tool_format` overrides the template's format of calls."""
         name, style = choose_tool_format(template.source, tool_format), choose_reasoning(template.source)
         return cls(tokenizer, template, name, style, limits, special_in_content)
 
     def render(self, conversation: Conversation, max_tokens: int) -> ChatTurn:
-        """The turn's prompt, of at most `max_tokens` tokens. Raises `QuireError` where the conversation is refused."""
+        """Return the turn's prompt, of at most `max_tokens` tokens. Raises `QuireError` for an invalid conversation."""
         if self.limits is not None:
             self.limits.check(conversation)
         check_tools(conversation)
@@ -130,7 +132,7 @@ class ChatRenderer:
         return ids[0] if len(ids) == 1 and self.tokenizer.is_special(ids[0]) else None
 
     def _call_grammar(self, conversation: Conversation, form: AnswerFormat) -> GrammarSpec | None:
-        """The grammar that makes required calls happen and keeps calls in their form; None: nothing to enforce."""
+        """Return the grammar that enforces required calls and the format of calls; None: nothing is enforced."""
         if form.tool_format is None:
             return None
         try:
@@ -149,7 +151,7 @@ class ChatRenderer:
     def _after_reasoning(
         self, conversation: Conversation, grammar: GrammarSpec | None, prompt: str
     ) -> GrammarSpec | None:
-        """The grammar with the markers between which reasoning stays free, and with the reasoning's token budget."""
+        """Return the grammar with the markers of reasoning, which stays free, and with its token budget."""
         tokenizer, style = self.tokenizer, self.reasoning
         is_open = opens_reasoning(prompt, style)
         answers = conversation.continue_final or closes_reasoning(prompt, style)
@@ -159,22 +161,22 @@ class ChatRenderer:
         if grammar is None and budget is None:
             return None
         close = tuple(tokenizer.encode(style.close, add_special=False))
-        # Where the prompt does not open reasoning, the model does so itself, or answers at once.
+        # If the prompt does not open reasoning, the model may open it or answer directly.
         opening = () if is_open else tuple(tokenizer.encode(style.open, add_special=False))
         return replace(grammar or GrammarSpec("free"), after_reasoning=close, opens_reasoning=opening, budget=budget)
 
 
 def choose_tool_format(template_source: str, configured: str | None) -> str:
-    """The configured tool-call format, or the one that the template teaches, or plain JSON."""
+    """Return the configured tool-call format, else the template's, else plain JSON."""
     name = configured or choose_format(template_source) or "json"
-    make_channel_parser(name)  # raises an error that names the formats there are
+    make_channel_parser(name)  # raises for an unknown name, with the list of formats
     return name
 
 
 def answer_format(
     conversation: Conversation, tool_format: str, style: ReasoningStyle | None, reasoning_open: bool
 ) -> AnswerFormat:
-    """The format of this conversation's answer from a model that writes calls in `tool_format`."""
+    """Return the answer format of this conversation for a model that writes calls in `tool_format`."""
     looks_for_calls = bool(conversation.tools) and conversation.tool_choice != "none" and tool_format != "none"
     functions = [tool["function"] for tool in conversation.tools]
     return AnswerFormat(
@@ -187,7 +189,7 @@ def answer_format(
 
 
 def _thinking_budget(conversation: Conversation) -> int | None:
-    """The caller's own budget, or the one it hands to the template."""
+    """Return the caller's reasoning budget, or the one in its template variables."""
     if conversation.thinking_budget is not None:
         return conversation.thinking_budget
     budget = conversation.template_kwargs.get("thinking_budget")
@@ -195,7 +197,7 @@ def _thinking_budget(conversation: Conversation) -> int | None:
 
 
 def _for_template(message: Message) -> Message:
-    """The message with the arguments of earlier calls as objects, which templates expect; clients send text."""
+    """Return the message with the arguments of earlier calls as objects, which templates expect; clients send text."""
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not calls:
         return message
@@ -206,6 +208,6 @@ def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except (TypeError, ValueError, RecursionError):  # an object already, or no JSON
+    except (TypeError, ValueError, RecursionError):  # already an object, or not JSON
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

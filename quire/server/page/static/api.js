@@ -1,6 +1,6 @@
 // Talks to the server: the key, errors in the server's own words, and streams of server-sent events.
 
-const KEY = "quire.key"; // in sessionStorage only: it goes when the tab does
+const KEY = "quire.key"; // in sessionStorage only, so that it is deleted with the tab
 
 export function key() {
   return sessionStorage.getItem(KEY);
@@ -86,7 +86,7 @@ export async function* events(reply) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever stops reading hangs up: that is how the server knows
+    reader.cancel().catch(() => {}); // closes the connection, so that the server cancels the request
   }
 }
 

@@ -1,4 +1,4 @@
-// The frame of the page: which view is shown, the theme, the key, and whether the server is well.
+// The frame of the page: the current view, the theme, the key, and the server's health.
 
 import { key, onKeyWanted, setKey } from "./api.js";
 import { startChat } from "./chat.js";

@@ -1,4 +1,4 @@
-// The chat view: the composer, its keys, and the conversation as it is shown.
+// The chat view: the composer, its keyboard shortcuts, and the elements of the conversation.
 
 import { Conversation } from "./conversation.js";
 import { h } from "./dom.js";
@@ -36,10 +36,10 @@ class ChatView {
     }
     this.conversation = new Conversation();
     this.panel = new Settings(this.settings, { onClose: () => this.#toggleSettings(false) });
-    this.views = new Map(); // turn → what shows it
+    this.views = new Map(); // turn → its elements
     this.dirty = null; // the turn to draw in the next frame
     this.savedAt = 0;
-    this.follow = true; // keep the end in sight, until the reader scrolls away
+    this.follow = true; // scroll with the answer until the user scrolls up
     this.#listen();
     this.#toggleSettings(innerWidth >= 1200, false);
     this.#showAll();
@@ -145,7 +145,7 @@ class ChatView {
       edit: (turn) => this.#edit(turn),
       isLast: (turn) => this.conversation.turns.at(-1) === turn,
       sendResults: (turn) => {
-        this.views.delete(turn); // drawn anew, with its results
+        this.views.delete(turn); // drawn again with its results
         this.#ask();
       },
     };

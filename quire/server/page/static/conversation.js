@@ -1,5 +1,5 @@
-// A conversation and how it grows: what was said, the request that asks for more, and the stream of the answer.
-// Nothing here touches the page; chat.js shows what this holds.
+// The state of a conversation: its turns, the body of the next request, and the stream of its answer.
+// It does not touch the page; chat.js displays it.
 
 import { call, events, ServerError } from "./api.js";
 

@@ -1,4 +1,4 @@
-// The engine view: what runs and waits now, and the last minutes as plots.
+// The engine view: running and waiting requests, and plots of the last minutes.
 
 import { count, h, percent, seconds, short } from "./dom.js";
 import { TimePlot } from "./plot.js";
@@ -88,7 +88,7 @@ class EngineView {
     if (!now || this.all.hidden) return;
     const point = feed.points.at(-1);
     this.problem.hidden = !["problem", "lost"].includes(feed.state);
-    if (this.problem.textContent !== feed.why) this.problem.textContent = feed.why; // said aloud each time it is set
+    if (this.problem.textContent !== feed.why) this.problem.textContent = feed.why; // announced each time it is set
     this.#tellFigures(feed, now, point);
     for (const plot of this.plots) plot.update(feed.points);
     this.steps.update(feed.steps);

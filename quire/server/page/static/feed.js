@@ -1,4 +1,4 @@
-// The live feed: keeps one stream to the server open while the page is seen, and turns its counters into rates.
+// The live feed: keeps one stream to the server open while the page is visible, and computes rates from its counters.
 
 import { call, events } from "./api.js";
 
@@ -10,12 +10,12 @@ const KEPT_STEPS = 256;
 export class Feed {
   constructor() {
     this.hello = null;
-    this.samples = []; // as the server sends them
-    this.points = []; // one per sample: the rates between it and the one before
+    this.samples = []; // as sent by the server
+    this.points = []; // per sample: rates since the previous one
     this.steps = []; // the last steps: [number, rows, rows of prompts, tokens, tokens of prompts]
-    this.open = []; // requests under way
+    this.open = []; // open requests
     this.records = []; // requests that ended, newest first
-    this.problem = null; // of the server, where the feed holds no samples
+    this.problem = null; // the server's problem, if the feed has no samples
     this.state = "waiting";
     this.why = "";
     this.watchers = new Set();
@@ -29,7 +29,7 @@ export class Feed {
   start() {
     document.addEventListener("visibilitychange", () => {
       if (document.hidden)
-        this.stopper?.abort(); // nobody looks: leave the server alone
+        this.stopper?.abort(); // the page is hidden: close the stream
       else this.restart();
     });
     this.restart();
@@ -69,7 +69,7 @@ export class Feed {
     else if (name === "steps") this.#addSteps(data);
     else if (name === "open") {
       this.open = data;
-      const last = this.samples.at(-1); // the event that ends a tick: now everything is fresh
+      const last = this.samples.at(-1); // the last event of a tick
       const whole = this.hello.whole;
       const busy = whole ? last?.running + last?.waiting + last?.held > 0 : data.length > 0;
       const problem = whole ? last?.problem : this.problem;
@@ -81,7 +81,7 @@ export class Feed {
 
   #begin(hello) {
     if (this.hello && (this.hello.started !== hello.started || this.hello.whole !== hello.whole)) {
-      // another run of the server, or another view: counters start anew
+      // the server was restarted, or the view changed: counters start again
       this.samples = [];
       this.points = [];
       this.steps = [];
@@ -103,7 +103,7 @@ export class Feed {
   }
 
   #addSteps(steps) {
-    if (this.steps.length && steps[0][0] <= this.steps.at(-1)[0]) this.steps = []; // another engine, or all over again
+    if (this.steps.length && steps[0][0] <= this.steps.at(-1)[0]) this.steps = []; // the engine was replaced
     this.steps = [...this.steps, ...steps].slice(-KEPT_STEPS);
   }
 
@@ -120,7 +120,7 @@ export class Feed {
     const now = this.samples.at(-1);
     const before = this.samples.at(-2);
     const point = { t: now.t, running: now.running, waiting: now.waiting + now.held, ...fullest(now.groups) };
-    // A hole, or another engine that counts anew.
+    // A gap, or a new engine whose counters start again.
     if (!before || now.t - before.t > 5 || now.steps < before.steps)
       return { ...point, gap: true, ...NO_RATES, ttft: [null, null], tpot: [null, null] };
     const past = this.samples.find((sample) => sample.t >= now.t - RECENT);
@@ -141,7 +141,7 @@ export function rates(before, now, last) {
   const time = now.at - before.at;
   const steps = now.steps - before.steps;
   if (time < 0.05 && !steps && last.rate !== null && now.beat_age < 2) {
-    const { rate, prompt, decode, busy } = last; // no news yet: as it was
+    const { rate, prompt, decode, busy } = last; // no newer sample: keep the last values
     return { rate, prompt, decode, busy };
   }
   const prompt = now.prompt_tokens - before.prompt_tokens;
@@ -169,7 +169,7 @@ export function quantile(share, before, after, bounds) {
   if (total <= 0) return null;
   const rank = share * total;
   const place = counts.findIndex((value) => value >= rank);
-  if (place >= bounds.length) return bounds.at(-1); // above the last bound: all we know
+  if (place >= bounds.length) return bounds.at(-1); // above the last bound, which is the best estimate
   const [low, below] = place ? [bounds[place - 1], counts[place - 1]] : [0, 0];
   return low + ((bounds[place] - low) * (rank - below)) / (counts[place] - below || 1);
 }

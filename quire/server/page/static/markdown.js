@@ -1,9 +1,9 @@
 // Markdown to elements. Text only ever becomes text nodes and attributes we chose, so no answer can smuggle markup in.
-// Blocks that did not change since the last call are kept: while an answer streams, only its last block is rebuilt.
+// Blocks unchanged since the last call are kept: while an answer streams, only its last block is rebuilt.
 
 import { copyText, h } from "./dom.js";
 
-const MAX_INLINE = 8000; // characters of one block; beyond it, it is shown as it is
+const MAX_INLINE = 8000; // characters of one block; a longer one is shown as plain text
 const MAX_DEPTH = 8;
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
@@ -31,7 +31,7 @@ function closeMarks(text) {
   const start = text.lastIndexOf("\n") + 1;
   let line = text.slice(start);
   const numFences = text.match(/^ {0,3}(```|~~~)/gm)?.length ?? 0;
-  if (FENCE.test(line) || numFences % 2) return text; // in a code block marks are text
+  if (FENCE.test(line) || numFences % 2) return text; // inside a code block, marks are text
   for (const mark of ["`", "**"]) {
     if (line.split(mark).length % 2) continue; // all closed
     line = line.endsWith(mark) ? line.slice(0, -mark.length) : line.trimEnd() + mark;
@@ -85,7 +85,7 @@ function endOfFence(lines, start, mark) {
     const line = lines[end].trim();
     if (line.startsWith(mark) && !line.replaceAll(mark[0], "")) return end + 1;
   }
-  return lines.length; // not closed yet: it is still being written
+  return lines.length; // not closed yet, since it is still being streamed
 }
 
 function endOfList(lines, start) {
@@ -94,7 +94,7 @@ function endOfList(lines, start) {
   let end = start + 1;
   for (; end < lines.length; end += 1) {
     const line = lines[end];
-    if (other(ITEM.exec(line))) return end; // bullets after numbers, or the other way round: another list
+    if (other(ITEM.exec(line))) return end; // bullets after numbers, or numbers after bullets, begin another list
     if (!line.trim()) {
       const next = lines[end + 1];
       if (next === undefined || !(ITEM.test(next) || indentOf(next) > indent)) return end;
@@ -148,7 +148,7 @@ function build(block, depth) {
     );
   if (kind === "heading") {
     const [, marks, title] = HEADING.exec(lines[0]);
-    return h(`h${Math.min(6, marks.length + 2)}`, {}, inline(title)); // h1 and h2 are the page's own
+    return h(`h${Math.min(6, marks.length + 2)}`, {}, inline(title)); // h1 and h2 are used by the page
   }
   return h("p", {}, inline(lines.map((line) => line.trimStart()).join("\n")));
 }

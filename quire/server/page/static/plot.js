@@ -1,11 +1,11 @@
-// A plot of a few series over the last minutes, drawn by hand as SVG: axes with round numbers, a legend that tells the
-// latest values, and under the pointer the values of that moment.
+// An SVG plot of a few series over the last minutes: axes with round numbers, a legend with the latest values, and a
+// tooltip with the values at the pointer.
 
 import { h, svg } from "./dom.js";
 import { WINDOW } from "./feed.js";
 
 const HEIGHT = 168;
-// How much of the past is shown, in seconds, by how much there is; and the ticks of its axis.
+// The time shown, in seconds, by the time recorded; and the ticks of its axis.
 const SPANS = [
   { span: 60, every: 15 },
   { span: 120, every: 30 },

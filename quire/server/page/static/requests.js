@@ -1,4 +1,4 @@
-// The request view: the last requests with a small bar each, and for one of them where its time went.
+// The request view: recent requests, each with a bar, and the phases of the selected one.
 
 import { clockTime, count, h, percent, seconds } from "./dom.js";
 
@@ -26,7 +26,7 @@ class RequestsView {
 
   update() {
     const { records } = this.feed;
-    const wanted = location.hash.split("/")[1] ?? ""; // ids are letters, digits and a few marks: nothing to decode
+    const wanted = location.hash.split("/")[1] ?? ""; // ids need no decoding: they are letters, digits and a few marks
     const chosen = records.find((record) => record.id === wanted) ?? records[0];
     this.none.hidden = records.length > 0;
     this.detail.hidden = records.length === 0;
@@ -65,7 +65,7 @@ function bar(record, whole) {
     { "aria-hidden": "true" },
     parts(record).map(({ look, seconds: size }) => {
       const part = h(`span.${look}`);
-      part.style.flexGrow = (1000 * size) / (record.seconds || 1); // shares below 1 would leave room unfilled
+      part.style.flexGrow = (1000 * size) / (record.seconds || 1); // flex shares below 1 would not fill the bar
       return part;
     }),
   );

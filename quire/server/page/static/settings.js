@@ -1,4 +1,4 @@
-// The sampling panel. What is left empty is not sent, so the model's own defaults hold.
+// The sampling panel. Empty fields are not sent, so the model's defaults apply.
 
 import { h } from "./dom.js";
 

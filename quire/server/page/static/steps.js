@@ -1,10 +1,10 @@
-// The last steps one by one, as the engine tells them: what each computed for answers and for prompts. Heights are square
-// roots, so that a step with one token is seen beside one with thousands.
+// The engine's last steps: tokens of answers and of prompts in each. Heights are square roots, so that a step with one
+// token is visible beside one with thousands.
 
 import { count, h, svg } from "./dom.js";
 
 const HEIGHT = 96;
-const BAR = 7; // pixels, with the gap
+const BAR = 7; // pixels, including the gap
 
 export class StepBars {
   constructor() {
@@ -28,7 +28,7 @@ export class StepBars {
       this.said,
     );
     this.steps = [];
-    this.chosen = null; // under the pointer
+    this.chosen = null; // the step under the pointer
     this.svg.addEventListener("pointermove", (event) => this.#choose(event.offsetX));
     this.svg.addEventListener("pointerleave", () => this.#choose(null));
     new ResizeObserver(() => this.draw()).observe(this.element);

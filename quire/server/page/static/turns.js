@@ -1,4 +1,4 @@
-// How the turns of a conversation look: elements that are made once and updated while an answer streams.
+// The elements of a conversation's turns: created once and updated while an answer streams.
 
 import { pace } from "./conversation.js";
 import { copyText, count, h, seconds } from "./dom.js";
@@ -80,7 +80,7 @@ export class AnswerTurn {
   #showCalls(live) {
     const { turn } = this;
     if (!turn.calls.length) return;
-    if (this.callsFor === `${live}` && !live) return; // results may be being typed: leave the fields alone
+    if (this.callsFor === `${live}` && !live) return; // the user may be typing results, so keep the fields
     this.callsFor = `${live}`;
     const answerable = !live && this.actions.isLast(turn);
     this.calls.replaceChildren(...turn.calls.map((call) => callBlock(call, answerable)));

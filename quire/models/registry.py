@@ -9,13 +9,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
-
-from quire.layers.build import Build
-from quire.layers.step import Step
-from quire.types import CacheSpec, QuireError
+from quire.models.model import Family
+from quire.types import QuireError
 
 _DENSE = "quire.models.families.dense.decoder:DenseModel"
 _MOE = "quire.models.families.moe:MoEModel"
@@ -173,36 +170,6 @@ GGUF_ARCHITECTURES = {
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
-
-
-class Model(Protocol):
-    """What the runtime requires of a model."""
-
-    specs: list[CacheSpec]
-    vocab_size: int
-    max_positions: int
-    activation_elements: int  # peak elements per token that are alive at once in `forward`, for the memory plan
-
-    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
-        """Computes the step and leaves its state in `caches`; returns the hidden states `step.wanted`, [n, width]."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Maps hidden [n, width] to logits [n, vocab], in the dtype it computes in; the sampler works in float32."""
-
-
-class Family(Protocol):
-    """A model class: reads its own config and builds itself on meta."""
-
-    @staticmethod
-    def read_config(config: Mapping[str, Any]) -> Any:
-        """Returns the family's own frozen config, from the fields of a config.json."""
-
-    def __call__(
-        self,
-        config: Any,
-        *,
-        build: Build,
-    ) -> Model: ...
 
 
 def find_model_type(config: Mapping[str, Any]) -> str:

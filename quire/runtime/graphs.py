@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.kernels.capture import Outputs, capture
 from quire.kernels.table import RowOps
 from quire.kernels.validation.failures import reason
-from quire.models.registry import Model
+from quire.models.model import Model
 from quire.runtime.rows import DeviceRows
 from quire.sampling.sampler import Sampled
 

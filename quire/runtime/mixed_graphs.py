@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.kernels.table import RowOps
 from quire.kernels.upload import Arrays, UploadBuffer
 from quire.kernels.validation.failures import reason
-from quire.models.registry import Model
+from quire.models.model import Model
 from quire.runtime.graphs import CapturePool, capture_graph, choose_tokens, fetch_chosen
 from quire.runtime.rows import DeviceRows, list_step
 from quire.sampling.sampler import Sampled

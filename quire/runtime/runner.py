@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.upload import send
-from quire.models.registry import Model
+from quire.models.model import Model
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.rows import DeviceRows
@@ -131,7 +131,7 @@ class Runner:
         CUDA graphs."""
         if self._graphs is None:
             return
-        if getattr(self._model, "decodes_only", False):
+        if self._model.captures_decodes_only():
             yield from self._graphs.capture_missing()
             return
         for num_decodes, num_tokens in warm_up_sizes(self._rows.padding_row, self._max_batch_tokens):

@@ -23,7 +23,6 @@ from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles
 from quire.kernels.table import (
-    Ops,
     RowOps,
     SamplingOps,
     deterministic_ops,
@@ -41,7 +40,7 @@ from quire.models.loading.loader import (
     LoadedModel,
     load_model,
 )
-from quire.models.registry import Model
+from quire.models.model import Model
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.guard import GuardedWorkers, release_memory
 from quire.runtime.mixed_graphs import MixedGraphs
@@ -88,8 +87,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     note = find_note(config, files, describe_gpu(device))
     loaded, engine, memory = _load_engine(config, files, device, note, progress or QuietProgress())
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
-    ops: Ops | None = getattr(loaded.model, "ops", None)
-    if ops is not None and ops.native is not None:
+    if loaded.model.ops.native is not None:
         torch.set_num_threads(1)  # the native thread pool uses the cores; torch only runs small operations
     edge = Edge(
         tokenizer=tokenizer,
@@ -236,8 +234,7 @@ def _grammar_queue(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_
 
 
 def _can_capture(model: Model) -> bool:
-    ops = getattr(model, "ops", None)
-    return not getattr(model, "eager_only", False) and (ops is None or ops.captures)
+    return not model.is_eager_only() and model.ops.captures
 
 
 def try_sampling_ops(
@@ -301,8 +298,8 @@ def _mixed_graphs(
     max_rows: int,
 ) -> MixedGraphs | None:
     """Returns graphs of steps with prefill and decode rows; None unless decodes are captured and all state is paged."""
-    captured_work = getattr(getattr(model, "ops", None), "captured_work", None)
-    if getattr(model, "decodes_only", False):
+    captured_work = model.ops.captured_work
+    if model.captures_decodes_only():
         return None
     if row_ops is None or graphs is None or captured_work is None or any(spec.kind != "paged" for spec in model.specs):
         return None

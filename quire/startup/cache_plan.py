@@ -18,7 +18,7 @@ from quire.layers.weights import weights_bytes
 from quire.models.fallback.model import FallbackModel
 from quire.models.loading.device_memory import available_memory
 from quire.models.loading.loader import build_model, keeps_blocks, list_notes, read_config, resolve_dtype, supports_fp8
-from quire.models.registry import Model
+from quire.models.model import Model
 from quire.runtime.guard import release_memory
 from quire.runtime.store import CacheStore
 from quire.startup.defaults import pick_device, resolve_limits, resolve_page_tokens

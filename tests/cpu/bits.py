@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.loop import Engine
-from quire.models.registry import Model
+from quire.models.model import Model
 from quire.types import Plan, Request
 from tests.cpu.rig import make_engine
 

@@ -16,7 +16,7 @@ from quire.config_build import override_config
 from quire.engine.loop import Engine
 from quire.files.source import resolve_model
 from quire.models.loading.loader import LoadedModel, load_model
-from quire.models.registry import Model
+from quire.models.model import Model
 from quire.startup.assemble import build_model_engine
 from quire.types import Delta, Plan, Request, SamplingParams, StepOutput
 

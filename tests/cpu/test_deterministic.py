@@ -29,7 +29,7 @@ from quire.kernels.reference import small_ops as reference
 from quire.kernels.table import DETERMINISTIC, select_choice
 from quire.models.loading.deterministic_support import TORCH_KINDS, kind_of, select_deterministic_ops
 from quire.models.loading.loader import load_model
-from quire.models.registry import Model
+from quire.models.model import Model
 from quire.sampling.noise import Noise
 from quire.sampling.sampler import Sampler
 from quire.types import QuireError, Request, SamplingParams

@@ -111,7 +111,7 @@ def test_models_with_states_of_their_own_are_right(
         loaded = load_model(resolve_model(str(tmp_path)), dtype="float32", device=CPU, max_model_len=None,
                             page_tokens=4)  # fmt: skip
     model: Any = loaded.model
-    assert (model.separate_rows, model.continues_states, model.eager_only) == (apart, continues_states, True)
+    assert (model.separate_rows, model.continues_states, model.is_eager_only()) == (apart, continues_states, True)
     assert any(fallback.NO_BATCHES in str(each.message) for each in said) == apart
     assert_equals_transformers(model, reference)
 

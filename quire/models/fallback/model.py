@@ -10,7 +10,7 @@ tokens are a batch. It is slower than a model family, which a note at start says
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ from quire.models.fallback.opaque_states import OpaqueRowStates
 from quire.models.fallback.recurrent_states import MANY, RowStates, StateSlots, place_layers, split_rows
 from quire.models.families.mamba2 import MAX_POSITIONS
 from quire.models.loading.fields import whole
+from quire.models.model import Model
 from quire.models.registry import supported_types
 from quire.types import CacheSpec, QuireError
 
@@ -69,11 +70,8 @@ class FallbackConfig:
     head_dim: int = 1  # rows of GGUF heads are not permuted
 
 
-class FallbackModel(nn.Module):
+class FallbackModel(nn.Module, Model):
     """A transformers model with Quire's caches."""
-
-    eager_only = True  # until `verify` has found that decode steps can be captured
-    decodes_only = True  # no other step is captured or warmed up, which would delay other requests for seconds
 
     def __init__(
         self,
@@ -92,7 +90,8 @@ class FallbackModel(nn.Module):
         self.max_positions = _max_positions(config.hf, 2048 if layout.shapes else MAX_POSITIONS)
         self.causal = build_on_meta(config.hf, build.dtype, layout.attention)
         self.gathers, self.own = layout.gathers, layout.own
-        self.notes = (f"{config.model_type} {SLOWER}{ROW_BY_ROW if layout.gathers else ''}.",)
+        self._note = f"{config.model_type} {SLOWER}{ROW_BY_ROW if layout.gathers else ''}."
+        self._eager_only = True  # until `verify` has found that decode steps can be captured
         self.layer_shapes = layout.shapes
         self.paged_specs = cache_specs(layout.shapes, build.cache_dtype, build.page_tokens)
         self.states = StateSlots.of(layout.states, build.dtype, build.page_tokens)
@@ -106,13 +105,25 @@ class FallbackModel(nn.Module):
         rebuild_buffers(self.causal, config.model_type, build.device)
         make_weights(self.causal, build.dtype)
         self.head = _Head(self.causal)
-        self.ignored_patterns = tuple(getattr(self.causal, "_keys_to_ignore_on_load_unexpected", None) or ())
+        self._ignored_patterns = tuple(getattr(self.causal, "_keys_to_ignore_on_load_unexpected", None) or ())
         widest = max(max(module.weight.shape) for module in self.causal.modules() if isinstance(module, nn.Linear))
         self.activation_elements = 4 * width + 3 * min(widest, 8 * width)
         self._call_tokens, self._call_bytes = 0, 0
         if layout.states or layout.gathers:
             max_len = min(self.max_positions, config.served_len or self.max_positions)
             self._call_tokens, self._call_bytes = measure_call(config.hf, layout, build.dtype, max_len)
+
+    def is_eager_only(self) -> bool:
+        return self._eager_only
+
+    def captures_decodes_only(self) -> bool:
+        return True
+
+    def start_notes(self) -> Sequence[str]:
+        return (self._note,)
+
+    def ignored_patterns(self) -> tuple[str, ...]:
+        return self._ignored_patterns
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> FallbackConfig:
@@ -200,8 +211,8 @@ class FallbackModel(nn.Module):
         notes = [] if self.continues_states else [f"{config.model_type} {TOKEN_BY_TOKEN}."]
         notes += [f"{config.model_type} {NO_BATCHES}."] if self.separate_rows and not self.gathers else []
         if device.type == "cuda" and self.ops.captures and not self.separate_rows and self.own is None:
-            self.eager_only = not self._captures(rows, most)
-            notes += [f"{config.model_type} {NOT_CAPTURED}."] if self.eager_only else []
+            self._eager_only = not self._captures(rows, most)
+            notes += [f"{config.model_type} {NOT_CAPTURED}."] if self._eager_only else []
         return notes
 
     def _own_logits(self, rows: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from quire.layers.step import Step
 from quire.layers.weights import scale_by, set_forms
 from quire.models.families.moe_families import draft_layers, shared_beside_routed, sparse_layers
 from quire.models.loading.fields import above_zero, check_layer_types, check_silu, flag, number, whole
+from quire.models.model import Model
 from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"
@@ -143,7 +144,7 @@ class DeepSeekLayer(nn.Module):
         return self.mlp(stream) if len(stream) else stream
 
 
-class DeepSeekModel(nn.Module):
+class DeepSeekModel(nn.Module, Model):
     """A decoder of latent attention layers with one cache group."""
 
     def __init__(
@@ -153,7 +154,7 @@ class DeepSeekModel(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.ignored_tensors = config.ignored_tensors
+        self._ignored_prefixes = config.ignored_tensors
         self.ops = build.ops
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
@@ -170,6 +171,9 @@ class DeepSeekModel(nn.Module):
         head = EMBEDDING if config.tied else "lm_head"
         self.head = Head(head, config.vocab_size, shape.width, build, scale=config.logit_scale)
         self.rope = Rope(config.rope, shape.rope_dim, build)
+
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        return self._ignored_prefixes
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> DeepSeekConfig:

@@ -40,6 +40,7 @@ from quire.models.loading.fields import (
     number,
     whole,
 )
+from quire.models.model import Model
 from quire.types import CacheSpec, QuireError
 
 _ROPES = {
@@ -286,7 +287,7 @@ class LayerInputs(nn.Module):
         return ((self.norm(projected) + known) * 2**-0.5).unbind(1)
 
 
-class Gemma4Model(nn.Module):
+class Gemma4Model(nn.Module, Model):
     """Gemma 4's decoder, with a cache group per layer kind."""
 
     def __init__(
@@ -304,7 +305,7 @@ class Gemma4Model(nn.Module):
         if config.experts is not None:
             widest = max(widest + config.width, moe_activations(config.experts))
         self.activation_elements = 5 * config.width + widest + 3 * len(config.layers) * config.input_width
-        self.ignored_tensors = tuple(  # published although unused
+        self._ignored_prefixes = tuple(  # published although unused
             f"model.layers.{index}.self_attn.{name}."
             for index, layer in enumerate(config.layers)
             if layer.source != index
@@ -329,6 +330,9 @@ class Gemma4Model(nn.Module):
         )
         sizes = {layer.kind: layer.head_dim for layer in config.layers}
         self.ropes = {kind: Rope(rope, sizes[kind], build) for kind, rope in config.ropes.items()}
+
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        return self._ignored_prefixes
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> Gemma4Config:

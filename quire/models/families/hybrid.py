@@ -23,6 +23,7 @@ from quire.layers.recurrent.state import plan_recurrent, state_spec
 from quire.layers.rope import Rope
 from quire.layers.step import Step
 from quire.models.loading.fields import check_heads, check_layer_types, flag, whole
+from quire.models.model import Model
 from quire.types import CacheSpec, QuireError
 
 BlockKind = Literal["attention", "recurrent", "parallel", "plain"]  # parallel: attention and a recurrent layer
@@ -90,7 +91,7 @@ class HybridNames:
     head: str = "lm_head"
 
 
-class HybridModel(nn.Module):
+class HybridModel(nn.Module, Model):
     """Runs the blocks of a `HybridShape`."""
 
     def __init__(

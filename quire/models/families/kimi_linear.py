@@ -149,7 +149,10 @@ class KimiLinearModel(HybridModel):
             block_activations(shape, inner),
             build=build,
         )
-        self.ignored_tensors = config.ignored_tensors
+        self._ignored_prefixes = config.ignored_tensors
+
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        return self._ignored_prefixes
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> KimiLinearConfig:

@@ -80,11 +80,14 @@ class MoEModel(DenseModel):
             feed_forward=feed_forward,
         )
         self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
-        self.ignored_tensors = config.ignored_tensors
+        self._ignored_prefixes = config.ignored_tensors
         if scale is not None:
             for layer in self.layers:
                 assert isinstance(layer, DenseLayer)
                 set_forms(layer.attention.out, (scale,))
+
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        return self._ignored_prefixes
 
     @staticmethod
     def read_config(config: Fields) -> MoEConfig:

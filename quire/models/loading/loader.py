@@ -34,9 +34,10 @@ from quire.models.loading.kernel_trials import Trials, select_kernels
 from quire.models.loading.language_model_part import LanguageModelCheckpoint, language_model_config
 from quire.models.loading.shards import SafetensorsCheckpoint
 from quire.models.loading.sources import Checkpoint, CheckpointFill, GGUFCheckpoint, RandomFill, fill_model
+from quire.models.model import Model
 from quire.models.packed import read_quantization
 from quire.models.quantized import check_quantized, list_unquantized
-from quire.models.registry import Model, find_family, find_model_type
+from quire.models.registry import find_family, find_model_type
 from quire.types import QuireError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -194,7 +195,7 @@ def list_notes(
     """Returns the notes to show when the model starts. `smaller`: FP8 is possible and was not requested; `in_blocks`:
     packed tensors are not decoded.
     """
-    notes = [*getattr(model, "notes", ()), *list_unquantized(model, quant)]
+    notes = [*model.start_notes(), *list_unquantized(model, quant)]
     if language_model_config(files.config or {}) is not None:
         notes.append(f"{files.name} runs as a text-only model; its parts for images are not loaded.")
     quantized = read_quantization(hf_config)
@@ -284,7 +285,7 @@ def _runs_natively(family: Any, config: Any, quant: str, dtype: str, hf_config: 
 
 def _fits_native(family: Any, config: Any) -> bool:
     """Returns whether the native library runs all layers in one call."""
-    return bool(getattr(family, "fits_native", lambda config: False)(config))
+    return bool(family.fits_native(config))
 
 
 def _choose_scheme(

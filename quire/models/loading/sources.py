@@ -160,16 +160,13 @@ class CheckpointFill:
         return PartSource(tuple(rows.shape), lambda first, count: rows[first : first + count])
 
 
-def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
+def check_tensors(model: Any, checkpoint: Checkpoint) -> None:
     """Raises an error that names the tensors if some are missing, unexpected or of the wrong shape."""
     found = checkpoint.shapes
     wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
     missing = [name for name in wanted if name not in found]
-    ignored_prefixes: tuple[str, ...] = getattr(model, "ignored_tensors", ())  # prefixes that the family ignores
-    ignored_tensors = [
-        IGNORED_TENSORS.fullmatch,
-        *(re.compile(p).search for p in getattr(model, "ignored_patterns", ())),
-    ]
+    ignored_prefixes = model.ignored_prefixes()
+    ignored_tensors = [IGNORED_TENSORS.fullmatch, *(re.compile(p).search for p in model.ignored_patterns())]
     unexpected = [
         name
         for name in found

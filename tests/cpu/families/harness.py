@@ -22,8 +22,8 @@ from torch import Tensor
 
 from quire.engine.loop import Engine
 from quire.layers.step import Step
+from quire.models.model import Model
 from quire.models.registry import FAMILIES as REGISTRY
-from quire.models.registry import Model
 from quire.types import Plan, SamplingParams
 from tests.cpu import rig
 from tests.cpu.rig import load, make_engine

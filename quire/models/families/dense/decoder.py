@@ -32,6 +32,7 @@ from quire.layers.stack import fits_stack, make_stack, plan_layer, run_stack
 from quire.layers.step import Step
 from quire.models.families.dense.config import DenseConfig
 from quire.models.families.dense.families import read_dense
+from quire.models.model import Model
 from quire.types import CacheSpec
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class DenseLayer(nn.Module):
         return self.mlp(stream) if len(stream) else stream  # the stream is empty if no token is selected
 
 
-class DenseModel(nn.Module):
+class DenseModel(nn.Module, Model):
     """A decoder of `DenseLayer`s with one cache group per window size."""
 
     def __init__(

@@ -1,0 +1,75 @@
+"""The `Model` protocol: what the loader, the runtime and `startup` require of a model, and what a model may be asked.
+
+Families inherit from it, so an ability that a family does not have is the default here and nobody probes for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from quire.kernels.table import Ops
+from quire.layers.build import Build
+from quire.layers.step import Step
+from quire.types import CacheSpec
+
+
+class Model(Protocol):
+    """A decoder with its weights. The methods with a body are abilities, which most families leave as they are."""
+
+    specs: list[CacheSpec]
+    vocab_size: int
+    max_positions: int
+    activation_elements: int  # peak elements per token that are alive at once in `forward`, for the memory plan
+    ops: Ops
+
+    def forward(self, step: Step, caches: Mapping[str, Tensor]) -> Tensor:
+        """Computes the step and leaves its state in `caches`; returns the hidden states `step.wanted`, [n, width]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Maps hidden [n, width] to logits [n, vocab], in the dtype it computes in; the sampler works in float32."""
+        ...
+
+    @classmethod
+    def fits_native(cls, config: Any) -> bool:
+        """Whether the native CPU library runs all layers in one call, whatever the scheme of the weights."""
+        return False
+
+    def is_eager_only(self) -> bool:
+        """Whether no step may be captured as a CUDA graph."""
+        return False
+
+    def captures_decodes_only(self) -> bool:
+        """Whether only decode steps are captured and warmed up; others would delay requests for seconds."""
+        return False
+
+    def start_notes(self) -> Sequence[str]:
+        """Returns lines to show when the model starts, about what it does slower or otherwise than expected."""
+        return ()
+
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        """Returns prefixes of checkpoint tensors that the model does not need."""
+        return ()
+
+    def ignored_patterns(self) -> tuple[str, ...]:
+        """Returns regular expressions, searched in the names of checkpoint tensors that the model does not need."""
+        return ()
+
+
+class Family(Protocol):
+    """A model class: reads its own config and builds itself on meta."""
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> Any:
+        """Returns the family's own frozen config, from the fields of a config.json."""
+        ...
+
+    @staticmethod
+    def fits_native(config: Any) -> bool:
+        """See `Model.fits_native`."""
+        ...
+
+    def __call__(self, config: Any, *, build: Build) -> Model: ...

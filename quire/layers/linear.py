@@ -13,6 +13,8 @@ from quire.kernels.activations import Curve
 from quire.layers.build import Build
 from quire.layers.norm import RMSNorm
 from quire.layers.quant.scheme import Activation
+from quire.layers.split import InSplit, Split
+from quire.layers.weights import Weight, own_weights
 
 
 class Linear(nn.Module):
@@ -22,6 +24,7 @@ class Linear(nn.Module):
     bias: Tensor | None
     whole: Tensor | None = None  # the weight with zero rows appended, if a product with these is much faster
     weight_scale: Tensor  # [out_features], of schemes with per-row scales
+    bias_after: Tensor | None = None  # a bias that is added to the sum over ranks
 
     def __init__(
         self,
@@ -30,13 +33,27 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         build: Build,
+        split: Split | None = None,
     ):
-        """`sources`: (checkpoint prefix, rows) of each merged matrix, in the order of their outputs."""
+        """`sources`: (checkpoint prefix, rows) of each merged matrix, in the order of their outputs. `split`: what this
+        rank holds of the matrices, which `in_features` and `sources` describe as a whole.
+        """
         super().__init__()
         self.in_features = in_features
         self.out_features = sum(rows for _, rows in sources)
         self.scheme = build.schemes.of_all(f"{prefix}.weight" for prefix, _ in sources)
-        self.scheme.create(self, sources, bias, build.dtype)
+        sums = isinstance(split, InSplit)
+        self.scheme.create(self, sources, bias and not sums, build.dtype)
+        self.communicator = build.communicator if isinstance(split, InSplit) and split.reduces else None
+        if split is None:
+            return
+        for name, weight in own_weights(self):
+            setattr(self, name, weight.cut(split.share))
+        self.out_features, self.in_features = split.share.size((self.out_features, self.in_features))
+        if bias and sums:
+            assert self.communicator is not None
+            biases = [(f"{prefix}.bias", rows) for prefix, rows in sources]
+            self.bias_after = Weight.stacked(biases, (), build.dtype)
 
     def finish(self) -> None:
         """Repacks the weights as the scheme needs. Called by the loader once the weights are loaded."""
@@ -50,4 +67,10 @@ class Linear(nn.Module):
         x [tokens, in_features] -> [tokens, out_features], or half of these columns with `gate`. The result may take
         the memory of `residual`. With `gate` it may be a `Scaled`, which only a linear of the same scheme accepts.
         """
-        return self.scheme.apply(self, x, norm, gate, residual)
+        if self.communicator is None:
+            return self.scheme.apply(self, x, norm, gate, residual)
+        assert gate is None
+        out = self.communicator.all_reduce(self.scheme.apply(self, x, norm, None, None))
+        if self.bias_after is not None:
+            out = out.add_(self.bias_after)
+        return out if residual is None else residual.add_(out)

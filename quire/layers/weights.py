@@ -15,6 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from quire.files.ggml_types import GGMLType
+from quire.types import QuireError
+
 Form = Callable[[Tensor], Tensor]  # transforms a checkpoint's tensor into rows of a weight
 
 
@@ -54,6 +57,49 @@ def scale_by(factor: float) -> ScaleTensor | None:
     return None if factor == 1.0 else ScaleTensor(factor)
 
 
+Span = tuple[int, int]  # first and one past the last
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rows and the columns of a weight that one rank holds."""
+
+    rows: tuple[Span, ...] | None = None  # ascending; None: all
+    columns: Span | None = None  # None: all
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of this share of a weight."""
+        rows = shape[0] if self.rows is None else sum(stop - start for start, stop in self.rows)
+        columns = shape[1:] if self.columns is None else (self.columns[1] - self.columns[0], *shape[2:])
+        return (rows, *columns)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Returns this share of the whole tensor."""
+        if self.rows is not None:
+            tensor = torch.cat([tensor[start:stop] for start, stop in self.rows])
+        return tensor if self.columns is None else tensor[:, self.columns[0] : self.columns[1]]
+
+    def parts(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """Returns the pieces of a weight's parts in this share, in the order of its rows."""
+        if self == WHOLE:
+            return tuple(parts)
+        entries = [entry for part in parts for entry in part.entries()]
+        width = max((part.stop for part in parts), default=0)
+        pieces, start = [], 0
+        for first, last in self.rows or ((0, width),):
+            for part in entries:
+                low, high = max(first, part.start), min(last, part.stop)
+                if low < high:
+                    rows = None if (low, high) == (part.start, part.stop) else (low - part.start, high - part.start)
+                    where = start + low - first
+                    pieces.append(replace(part, start=where, stop=where + high - low, rows=rows, columns=self.columns))
+            start += last - first
+        return tuple(pieces)
+
+
+WHOLE = Share()
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One checkpoint tensor, or one entry of it, and the rows of a weight that it fills."""
@@ -64,6 +110,22 @@ class Part:
     stop: int  # exclusive
     index: int | None = None  # entry of the tensor's first dimension; None: the whole tensor
     form: Form | None = None  # transforms the tensor or entry into these rows; None: unchanged
+    rows: Span | None = None  # the formed tensor's rows that are these rows; None: all
+    columns: Span | None = None  # the formed tensor's columns that the weight has; None: all
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the weight has some of the tensor's rows or columns only."""
+        return self.rows is not None or self.columns is not None
+
+    def entries(self) -> Sequence[Part]:
+        """Returns this part as one for each entry of a tensor that stacks matrices, so that each can be cut."""
+        if len(self.shape) != 3 or self.index is not None or self.form is not None:
+            return (self,)
+        num, rows = self.shape[:2]
+        return [
+            replace(self, index=e, start=self.start + e * rows, stop=self.start + (e + 1) * rows) for e in range(num)
+        ]
 
     @property
     def keeps_rows(self) -> bool:
@@ -96,6 +158,34 @@ class PartSource:
             return self.read(low, stop - low)[rows - low]
 
         return replace(self, read=read, order=order if self.order is None else self.order[order])
+
+    def cut(self, name: str, rows: Span | None, columns: Span | None) -> PartSource:
+        """Returns some rows and columns of tensor `name`. Its blocks are cut between two of them, or not at all."""
+        first, stop = rows or (0, self.shape[0])
+        low, high = columns or (0, self.shape[-1])
+
+        def read(start: int, count: int) -> Tensor:
+            found = self.read(first + start, min(count, stop - first - start))
+            return found if columns is None else found[:, low:high]
+
+        blocks, order = self.blocks, self.order
+        if blocks is not None:
+            kind = GGMLType.__members__.get(self.type_name)
+            if kind is None:  # packed in a way that only its own decoder knows
+                return PartSource((stop - first, high - low), read)
+            by_row = blocks.view(self.shape[0], -1)  # [rows, bytes]
+            if order is not None:
+                order = order[first:stop]
+            else:
+                by_row = by_row[first:stop]
+            if columns is not None:
+                if low % kind.block_size or (high % kind.block_size and high != self.shape[-1]):
+                    what = f"{name} can't be split at column {low if low % kind.block_size else high}: its"
+                    what = f"{what} {self.type_name} blocks have {kind.block_size} columns."
+                    raise QuireError("unsupported_split", what, "Use another number of ranks.")
+                by_row = by_row[:, kind.num_bytes(low) : kind.num_bytes(high)]
+            blocks = by_row.reshape(-1)
+        return replace(self, shape=(stop - first, high - low), read=read, blocks=blocks, order=order)
 
     def split(self, num: int) -> list[PartSource]:
         """Returns the `num` matrices of a tensor that stacks them, along a first dimension or by rows."""
@@ -135,6 +225,7 @@ class Weight(nn.Parameter):
     stored: torch.dtype  # type after loading, which differs from `dtype` if the owner repacks the weight
     is_scaled: bool  # has per-row scales after loading, in float32
     packing: Packing | None  # None: stored as a tensor
+    share: Share  # what one rank holds of the weight that the parts describe; `shape` is the shape of this share
 
     def __new__(
         cls,
@@ -149,6 +240,14 @@ class Weight(nn.Parameter):
         weight.stored = dtype
         weight.is_scaled = False
         weight.packing = None
+        weight.share = WHOLE
+        return weight
+
+    def cut(self, share: Share) -> Weight:
+        """Returns this share of the weight, which is loaded and stored like the whole. Its parts stay the whole's."""
+        assert self.share == WHOLE
+        weight = Weight(share.size(tuple(self.shape)), self.dtype, self.parts, self.others)
+        weight.stored, weight.is_scaled, weight.packing, weight.share = self.stored, self.is_scaled, self.packing, share
         return weight
 
     def store_scaled(self, dtype: torch.dtype) -> None:
@@ -156,11 +255,16 @@ class Weight(nn.Parameter):
         self.stored, self.is_scaled = dtype, True
 
     def parts_in(self, found: Mapping[str, object]) -> tuple[Part, ...]:
-        """Returns the parts of the layout that a checkpoint with these tensors has; the default layout if none matches.
+        """Returns the parts of this rank's share, in the layout that a checkpoint with these tensors has; in the
+        default layout if none matches.
 
         A layout matches if one of the names that distinguish it is in `found`. Of several matches, the first one whose
         shapes equal those in `found` is used, else the first one.
         """
+        return self.share.parts(self.layout_in(found))
+
+    def layout_in(self, found: Mapping[str, object]) -> tuple[Part, ...]:
+        """Returns the parts of the whole weight, as `parts_in` those of the share."""
         layouts = (self.parts, *self.others)
         if len(layouts) == 1:
             return self.parts
@@ -172,7 +276,7 @@ class Weight(nn.Parameter):
     @property
     def kept_as(self) -> tuple[object, ...]:
         """The identity of the stored weight: weights with equal values share one copy."""
-        return self.parts, self.packing, self.stored
+        return self.parts, self.share, self.packing, self.stored
 
     @property
     def stored_bytes(self) -> int:

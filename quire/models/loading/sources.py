@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,9 +22,12 @@ from quire.files.gguf import GGUFFile
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
 from quire.layers.weights import (
+    WHOLE,
     Part,
     PartSource,
     RowOrder,
+    ScaleTensor,
+    Share,
     Weight,
     empty_padded_matrix,
     iter_weights,
@@ -57,12 +61,12 @@ class Fill(Protocol):
 
 def fill_model(model: nn.Module, fill: Fill, device: torch.device, on_bytes: Callable[[int], None]) -> None:
     """Makes every weight of a model on meta real. `on_bytes` is called with the total bytes filled so far."""
-    uses = Counter((weight.parts, weight.packing) for _, _, weight in iter_weights(model))
+    uses = Counter(weight.kept_as for _, _, weight in iter_weights(model))
     shared: dict[object, Any] = {}
     done: dict[tuple[object, ...], int] = {}  # bytes by weight, counted as in `weights_bytes`
     for module in model.modules():
         for name, weight in own_weights(module):
-            key = (weight.parts, weight.packing)
+            key = weight.kept_as
             value = shared.get(key)
             if value is None:
                 value = _make_real(weight, fill, device)
@@ -98,14 +102,30 @@ class RandomFill:
     def __call__(self, weight: Weight, tensor: Tensor) -> None:
         if "norm" in weight.parts[0].name:
             tensor.fill_(1)
-        else:
+        elif weight.share == WHOLE:
             tensor.normal_(0, 0.02, generator=self.generator)
+        else:  # all ranks draw the whole weight, so that they have the same weights that one rank has
+            shape = (max(part.stop for part in weight.parts), *weight.parts[0].shape[1:])
+            whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            tensor.copy_(weight.share.take(whole.normal_(0, 0.02, generator=self.generator)))
 
     def sources(self, weight: Weight) -> list[PartSource]:
-        def draw(_: int, count: int) -> Tensor:
-            return torch.empty(count, weight.shape[1]).normal_(0, 0.02, generator=self.generator)
+        columns = weight.shape[1] if weight.share.columns is None else weight.parts[0].shape[-1]
 
-        return [PartSource((part.stop - part.start, weight.shape[1]), draw) for part in weight.parts]
+        def whole(part: Part) -> Tensor:  # see `__call__`
+            rows = part.stop - part.start
+            return torch.empty(rows, columns).normal_(0, 0.02, generator=self.generator)
+
+        def draw(_: int, count: int) -> Tensor:
+            return torch.empty(count, columns).normal_(0, 0.02, generator=self.generator)
+
+        if weight.share == WHOLE:
+            return [PartSource((part.stop - part.start, columns), draw) for part in weight.parts]
+        drawn = weight.share.take(torch.cat([whole(part) for part in weight.parts]))
+        return [
+            PartSource((part.stop - part.start, drawn.shape[1]), partial(_take_rows, drawn[part.start : part.stop]))
+            for part in weight.parts_in({})
+        ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,6 +156,9 @@ class CheckpointFill:
     def __call__(self, weight: Weight, tensor: Tensor) -> None:
         for part in weight.parts_in(self.checkpoint.shapes):
             target = tensor[part.start : part.stop]
+            if part.is_cut:
+                self._read_cut(part, target)
+                continue
             shape = part.shape if part.index is None else part.shape[1:]
             if part.form is None:
                 self.checkpoint.read(part.name, target.view(shape), part.index)
@@ -147,7 +170,30 @@ class CheckpointFill:
     def sources(self, weight: Weight) -> list[PartSource]:
         return [self._source(part) for part in weight.parts_in(self.checkpoint.shapes)]
 
+    def _read_cut(self, part: Part, target: Tensor) -> None:
+        """Reads a rank's rows and columns of a tensor, and no others unless a form needs the whole."""
+        is_matrix = len(part.shape) - (part.index is not None) == 2
+        if is_matrix and (part.form is None or isinstance(part.form, RowOrder | ScaleTensor)):
+            source = self.checkpoint.source(part.name, part.index)
+            if isinstance(part.form, RowOrder):
+                source = source.reordered(part.form.order(source.shape[0]))
+            source = replace(source, blocks=None).cut(part.name, part.rows, part.columns)
+            step = max(1, READ_ELEMENTS // part.shape[-1])
+            for first in range(0, len(target), step):
+                target[first : first + step].copy_(source.read(first, step))
+            if isinstance(part.form, ScaleTensor):
+                target.mul_(part.form.by)
+            return
+        shape = part.shape if part.index is None else part.shape[1:]
+        whole = torch.empty(shape, dtype=target.dtype, device=target.device)
+        self.checkpoint.read(part.name, whole, part.index)
+        whole = whole if part.form is None else part.form(whole)
+        share = Share(None if part.rows is None else (part.rows,), part.columns)
+        target.copy_(share.take(whole.view(1, -1) if whole.dim() < target.dim() else whole))
+
     def _source(self, part: Part) -> PartSource:
+        if part.is_cut:
+            return self._source(replace(part, rows=None, columns=None)).cut(part.name, part.rows, part.columns)
         if part.form is None:
             return self.checkpoint.source(part.name, part.index)
         if isinstance(part.form, RowOrder):
@@ -160,10 +206,14 @@ class CheckpointFill:
         return PartSource(tuple(rows.shape), lambda first, count: rows[first : first + count])
 
 
+def _take_rows(tensor: Tensor, first: int, count: int) -> Tensor:
+    return tensor[first : first + count]
+
+
 def check_tensors(model: Any, checkpoint: Checkpoint) -> None:
     """Raises an error that names the tensors if some are missing, unexpected or of the wrong shape."""
     found = checkpoint.shapes
-    wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.parts_in(found)}
+    wanted = {part.name: part.shape for _, _, weight in iter_weights(model) for part in weight.layout_in(found)}
     missing = [name for name in wanted if name not in found]
     ignored_prefixes = model.ignored_prefixes()
     ignored_tensors = [IGNORED_TENSORS.fullmatch, *(re.compile(p).search for p in model.ignored_patterns())]
@@ -200,7 +250,7 @@ def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Raises if a tied checkpoint holds a head that differs from the embedding. With `tie_word_embeddings` the head may
     only be a copy, since transformers would use the checkpoint's.
     """
-    uses = Counter(weight.parts_in(checkpoint.shapes) for _, _, weight in iter_weights(model))
+    uses = Counter(weight.layout_in(checkpoint.shapes) for _, _, weight in iter_weights(model))
     if HEAD not in checkpoint.shapes or any(part.name == HEAD for parts in uses for part in parts):
         return
     for (part, *others), count in uses.items():

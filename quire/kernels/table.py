@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels import training
 from quire.kernels.activations import Curve
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
 from quire.kernels.deterministic import dense as deterministic_dense
@@ -54,6 +55,11 @@ class FusedLinear(Protocol):
     ) -> Tensor: ...
 
 
+def split_planes(cache: Tensor) -> tuple[Tensor, ...]:
+    """Returns the K and the V plane of each layer in turn, [pages, page_tokens, kv_heads, head_dim] each."""
+    return cache.flatten(0, 1).unbind(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation per op, with the signature and semantics of the reference function of the same name."""
@@ -73,6 +79,7 @@ class Ops:
     channel_delta_net: Callable[..., Tensor]
     mamba2: Callable[..., Tensor]
     short_conv: Callable[..., Tensor]
+    planes: Callable[[Tensor], tuple[Any, ...]] = split_planes  # keys and values of each layer, as attention takes them
     norm_add: Callable[..., Tensor] | None = None  # fused `RMSNorm.add_to`; None: norm and addition run separately
     elementwise: Callable[..., Tensor] = reference.elementwise
     head_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm  # [heads, tokens, in] times [heads, in, out]
@@ -99,6 +106,19 @@ REFERENCE = Ops(
     channel_delta_net=reference_recurrent.channel_delta_net,
     mamba2=reference_recurrent.mamba2,
     short_conv=reference_recurrent.short_conv,
+)
+
+
+# Ops that gradients flow through, as far as dense models without a scale or a layer norm after a block need them.
+TRAIN = replace(
+    REFERENCE,
+    gate_mul=training.gate_mul,
+    qk_norm_rope_write=training.qk_norm_rope_write,
+    plan_attention=training.plan_attention,
+    paged_attention=training.paged_attention,
+    planes=training.fresh_planes,
+    norm_add=training.norm_add,
+    fused_linear=training.DifferentiableLinear(),
 )
 
 

@@ -28,7 +28,7 @@ from quire.types import CacheSpec
 class AttentionPlan:
     """The inputs that all layers of one cache group share in one step."""
 
-    planes: tuple[Tensor, ...]  # K and V cache of each layer in turn: [pages, page_tokens, kv_heads, head_dim]
+    planes: tuple[Any, ...]  # K and V cache of each layer in turn: [pages, page_tokens, kv_heads, head_dim] each
     slots: Tensor  # [tokens] int64
     kernel: Any  # the selected attention kernel's own plan of the step
     # [n] int64: tokens whose attention output is computed; None: all. K and V of every token are written to the cache.
@@ -58,7 +58,7 @@ def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Atte
         cache.dtype,
         **captured,
     )
-    return AttentionPlan(cache.flatten(0, 1).unbind(0), inputs.slots, kernel)
+    return AttentionPlan(ops.planes(cache), inputs.slots, kernel)
 
 
 def plan_sampled_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:

@@ -282,7 +282,7 @@ FORMATS = [
     Format("nvfp4", fp4(16, "weight_packed", "weight_global_scale", divides=True),
            compressed("nvfp4-pack-quantized", type="float", num_bits=4, group_size=16), "Q8_0", EIGHT),
     Format("mxfp4", fp4(32, "weight_packed", None),
-           compressed("mxfp4-pack-quantized", type="float", num_bits=4, group_size=32), "Q8_0"),
+           compressed("mxfp4-pack-quantized", type="float", num_bits=4, group_size=32), "MXFP4"),
     Format("modelopt in fp4", fp4(16, "weight", "weight_scale_2"), MODELOPT, "Q8_0", EIGHT),
     Format("modelopt in fp8", fp8(None, None), {}, "Q8_0", EIGHT,
            files={"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}}),

@@ -65,7 +65,7 @@ def test_quantizing_at_load(quant: str, bound: float, share: float, tmp_path: Pa
     assert 0 < error(logits(loaded.model), logits(exact.model)) < bound
 
 
-@pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1", "F16"])
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_gguf_blocks_are_kept(form: str, isa: str, tmp_path: Path) -> None:
     """Only activations are rounded: against the same blocks decoded to float32, next to nothing is lost."""
@@ -80,13 +80,13 @@ def test_gguf_blocks_are_kept(form: str, isa: str, tmp_path: Path) -> None:
 
 
 def test_a_type_without_kernels_falls_back_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    reference, _ = make_tiny("smollm2", tmp_path)
-    types = {r"blk.*attn_[qkv]\.weight": "Q5_0", r"blk.*ffn_down.weight": "Q5_1", r"blk.*ffn_up\.weight": "Q4_0"}
+    reference, _ = make_tiny("llama", tmp_path, hidden_size=256, intermediate_size=256)
+    types = {r"blk.*attn_[qkv]\.weight": "TQ1_0", r"blk.*ffn_down.weight": "TQ2_0", r"blk.*ffn_up\.weight": "Q4_0"}
     write_gguf(reference, "llama", tmp_path / "m.gguf", types=types)
     with caplog.at_level(logging.WARNING, "quire"):
         kept = load(tmp_path / "m.gguf")
     lines = sorted(record.getMessage() for record in caplog.records)
-    assert [line.partition(":")[0] for line in lines] == [f"No CPU kernel reads {kind}" for kind in ("Q5_0", "Q5_1")]
+    assert [line.partition(":")[0] for line in lines] == [f"No CPU kernel reads {kind}" for kind in ("TQ1_0", "TQ2_0")]
     assert forms(kept.model) == {"Q8_0", "Q4_0", "F32"}
     assert error(logits(kept.model), logits(load(tmp_path / "m.gguf", kernels="torch").model)) < 0.03
 

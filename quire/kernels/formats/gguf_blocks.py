@@ -35,44 +35,6 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def as_q8_0(data: Tensor, type_name: str) -> Tensor | None:
-    """Converts blocks, [bytes] uint8, to Q8_0 blocks with exactly the same values; None if that is impossible."""
-    if type_name == "MXFP4":
-        return _mxfp4_as_q8_0(data)
-    if type_name == "IQ4_NL":
-        scale, places = _cut(data.view(-1, 18), 2, 16)
-        return _join_q8_0(scale, torch.tensor(_UNEVEN, dtype=torch.int8)[_nibbles(places).int()])
-    if type_name == "Q5_0":
-        scale, high, low = _cut(data.view(-1, 22), 2, 4, 16)
-        return _join_q8_0(scale, _five_bits(high, low).sub_(16).to(torch.int8))
-    return None
-
-
-def _join_q8_0(scale: Tensor, values: Tensor) -> Tensor:
-    """Joins scales [blocks, 2] uint8 and values [blocks, 32] int8 to Q8_0 blocks, [bytes] uint8."""
-    return torch.cat((scale, values.view(torch.uint8)), 1).view(-1)
-
-
-def _mxfp4_as_q8_0(data: Tensor) -> Tensor | None:
-    """Converts MXFP4 to Q8_0, since a doubled FP4 value is a small integer; None if a scale does not fit float16."""
-    scale, values = _cut(data.view(-1, 17), 1, 16)
-    halved = torch.ldexp(torch.ones(scale.shape, device=data.device), scale.int() - 128).half()
-    doubled = torch.tensor(FP4, device=data.device).mul(2).to(torch.int8)[_nibbles(values).int()]
-    fits = (halved > 0) & halved.isfinite() | (doubled == 0).all(1, keepdim=True)
-    return _join_q8_0(halved.view(torch.uint8), doubled) if fits.all() else None
-
-
-def quantize_q4_1(rows: Tensor) -> Tensor:
-    """Quantizes floats [n, columns], whole blocks of them, to Q4_1 blocks, [bytes] uint8."""
-    blocks = rows.float().reshape(-1, 32)
-    low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
-    scale, offset = ((high - low) / 15).half(), low.half()
-    steps = (blocks - offset.float()) / scale.float().clamp(min=1e-12)
-    numbers = steps.round().clamp(0, 15).to(torch.uint8)
-    values = numbers[:, :16] | numbers[:, 16:] << 4
-    return torch.cat((scale.view(torch.uint8), offset.view(torch.uint8), values), 1).view(-1)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared pieces
 

@@ -15,7 +15,26 @@ from quire.kernels.native.building import LIBRARY, SOURCES, source_digest
 from quire.kernels.native.hooks import AdaptersDesc, HookFailed, ReductionDesc
 
 ISAS = ("avx512", "avx2", "portable")  # best first
-FORMS = {"F32": 0, "F16": 1, "Q8_0": 2, "Q4_0": 3, "Q4_1": 4}
+FORMS = {  # GGUF types with kernels
+    "F32": 0,
+    "F16": 1,
+    "Q8_0": 2,
+    "Q4_0": 3,
+    "Q4_1": 4,
+    "BF16": 5,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "IQ4_NL": 8,
+    "MXFP4": 9,
+    "Q4_K": 10,
+    "Q5_K": 11,
+    "Q6_K": 12,
+    "Q3_K": 13,
+    "Q2_K": 14,
+    "IQ4_XS": 15,
+}
+FLOAT_FORMS = ("F32", "F16", "BF16")  # without blocks
+K_BLOCK = 256  # columns of a block of a K type
 ACTIVATIONS = {
     "silu": 0,
     "swish": 0,
@@ -31,6 +50,13 @@ MAX_GROUP = 64  # maximum query heads per KV head in the attention kernel
 MAX_MEMBERS = 16  # maximum of `Routing.group_members`
 HOOK_FAILED = 2  # the error code of a call that a hook ended
 HOW_TO_BUILD = "install a C++ compiler (Debian: apt-get install g++), then reinstall quire"
+
+
+def unit_columns(form: str) -> int:
+    """Returns the number of columns that a matrix of this form needs a multiple of."""
+    if form in FLOAT_FORMS:
+        return 1
+    return K_BLOCK if form.endswith(("_K", "_XS")) else BLOCK
 
 
 class NotBuilt(Exception):

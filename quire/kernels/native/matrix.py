@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.hooks import Hook, HookFailed
-from quire.kernels.native.library import BLOCK, FORMS, LinearDesc, Matrix, Native
+from quire.kernels.native.library import FORMS, LinearDesc, Matrix, Native, unit_columns
 
 ROWS_AT_A_TIME = 1 << 22  # floats that are dequantized at a time for packing
 
@@ -42,8 +42,8 @@ def matrix_bytes(native: Native, form: str, rows: int, columns: int) -> int:
 
 
 def _empty(native: Native, form: str, rows: int, columns: int) -> PackedMatrix:
-    if form not in ("F32", "F16") and columns % BLOCK:
-        raise ValueError(f"{columns} columns are no whole blocks of {BLOCK}")
+    if columns % unit_columns(form):
+        raise ValueError(f"{columns} columns are no whole blocks of {unit_columns(form)}")
     memory = torch.empty(matrix_bytes(native, form, rows, columns) + 64, dtype=torch.uint8)
     start = -memory.data_ptr() % 64  # aligns tiles to cache lines
     desc = Matrix(FORMS[form], native.lanes, rows, columns, memory.data_ptr() + start)

@@ -1,7 +1,7 @@
 """The scheme of the native CPU kernels: weights in their checkpoint's quantized blocks, or quantized while loading.
 
-Matrices are packed into tiles once. Activations are rounded to 16 bits inside a product. A GGUF type without kernels of
-its own is requantized to Q8_0, without a measurable loss, and a warning is logged once.
+Matrices are packed into tiles once. Activations are rounded to 16 bits inside a product. The few GGUF types without
+kernels (grids and ternary blocks) are requantized to Q8_0, without a measurable loss, and a warning is logged once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activations import Curve
-from quire.kernels.formats.gguf_blocks import as_q8_0, quantize_q4_1
+from quire.kernels.formats.gguf_blocks import FORMATS
 from quire.kernels.formats.packed_ints import GROUPED
-from quire.kernels.native.library import BLOCK, FORMS, Native
+from quire.kernels.formats.random_blocks import random_blocks
+from quire.kernels.native.library import BLOCK, FORMS, Native, unit_columns
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, matrix_bytes, pack_blocks, pack_floats
 from quire.kernels.table import Ops
 from quire.layers.quant.dense import Dense
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from quire.layers.norm import RMSNorm
 
 log = logging.getLogger("quire")
-FROM_FLOATS = ("F32", "F16", "Q8_0", "Q4_0")  # types that the library can quantize floats to
+FROM_FLOATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")  # types that the library can quantize floats to
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -108,7 +109,7 @@ class QuantizedBlocks:
             form = "Q8_0"
             if kind not in FORMS:
                 self._say_once(kind)
-        return form if form in _FLOATS or columns % BLOCK == 0 else self._floats
+        return form if columns % unit_columns(form) == 0 else self._floats
 
     def _say_once(self, kind: str) -> None:
         if kind not in self._replaced:
@@ -165,10 +166,9 @@ def find_unquantized(weights: Iterable[Weight]) -> Unquantized | None:
 def _pack(native: Native, form: str, source: PartSource) -> PackedMatrix:
     rows, columns = source.shape
     blocks = source.blocks if source.type_name == form else None
-    if source.type_name != "Q8_0" and form == "Q8_0" and source.blocks is not None:
-        blocks = as_q8_0(source.blocks, source.type_name)
     if blocks is None and form not in FROM_FLOATS:  # random weights; tensors from a file have blocks in this case
-        blocks = quantize_q4_1(source.read(0, rows))
+        seed = int(source.read(0, 1).abs().sum().item() * 1e6)
+        blocks = random_blocks(form, rows * columns // FORMATS[form].elements, torch.Generator().manual_seed(seed))
     if blocks is not None:
         return pack_blocks(native, form, rows, columns, blocks, source.order)
     return pack_floats(native, form, rows, columns, source.read)

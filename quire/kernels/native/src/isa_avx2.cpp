@@ -1,6 +1,7 @@
 // One instruction set's copy of the kernels; its compiler flags are in quire/kernels/native/building.py.
 #include <math.h>
 #include "kernels.h"
+#include "layout.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
@@ -10,6 +11,7 @@ using namespace quire;
 
 #include "mathematics.inl"
 #include "rows.inl"
+#include "forms.inl"
 #include "product.inl"
 #include "attend.inl"
 #include "choose.inl"

@@ -14,11 +14,29 @@ constexpr int kKeyBlock = 64;     // keys that attention takes at a time
 constexpr int kSplitKeys = 512;   // keys of one piece: each is summed by itself, and then all are brought together
 constexpr int kSplitTokens = 2;   // where so few see many keys, threads share the pieces
 
-enum class Form : int32_t { kF32 = 0, kF16 = 1, kQ8_0 = 2, kQ4_0 = 3, kQ4_1 = 4 };
+// The types of GGUF that have kernels; `layout.h` says how each lies in memory. The numbers are those of `library.py`.
+enum class Form : int32_t {
+    kF32 = 0,
+    kF16 = 1,
+    kQ8_0 = 2,
+    kQ4_0 = 3,
+    kQ4_1 = 4,
+    kBF16 = 5,
+    kQ5_0 = 6,
+    kQ5_1 = 7,
+    kIQ4_NL = 8,
+    kMXFP4 = 9,
+    kQ4_K = 10,
+    kQ5_K = 11,
+    kQ6_K = 12,
+    kQ3_K = 13,
+    kQ2_K = 14,
+    kIQ4_XS = 15,
+};
 
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kRelu2 = 4, kSigmoid = 5 };
 
-// A matrix in tiles of `lanes` rows. Within a tile lie, block by block, the scales of all its rows and then the values,
+// A matrix in tiles of `lanes` rows. Within a tile lie, unit by unit, the scales of all its rows and then the values,
 // four columns of each row in turn (one column in turn for float forms): a vector holds the same columns of all rows,
 // so that a product needs no sum across lanes. Rows past the last are zeros.
 struct Matrix {
@@ -27,25 +45,6 @@ struct Matrix {
     int64_t rows, columns;
     const uint8_t* data;
 };
-
-inline int64_t block_bytes(Form form, int lanes) {  // of one tile's block; of one column for float forms
-    switch (form) {
-        case Form::kF32: return 4 * lanes;
-        case Form::kF16: return 2 * lanes;
-        case Form::kQ8_0: return lanes * (2 + 32);
-        case Form::kQ4_0: return lanes * (2 + 16);
-        case Form::kQ4_1: return lanes * (4 + 16);
-    }
-    return 0;
-}
-
-inline bool is_float(Form form) { return form == Form::kF32 || form == Form::kF16; }
-
-inline int64_t tile_bytes(const Matrix& m) {
-    return block_bytes(m.form, m.lanes) * (is_float(m.form) ? m.columns : m.columns / kBlock);
-}
-
-inline int64_t num_tiles(const Matrix& m) { return (m.rows + m.lanes - 1) / m.lanes; }
 
 // 32 activations in 16 bits: a value is 256 times its high byte plus its low one, times the scale. One line of the cache.
 struct Block {
@@ -56,6 +55,7 @@ struct Factors {  // of a block
     float scale;
     float sum;       // of all its values, with their scale
     int32_t offset;  // -128 times the sum of all its values without it
+    float halves[2];  // `sum` of its first 16 values and of the others
 };
 
 // Activations of some tokens, as floats and as blocks; a product reads what its matrix's form needs.

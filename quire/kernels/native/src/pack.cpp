@@ -4,23 +4,11 @@
 #include <string.h>
 
 #include "half.h"
+#include "units.h"
 
 namespace quire {
 
 namespace {
-
-struct Layout {  // of a block, as GGUF keeps it
-    int scale_bytes, value_bytes;
-};
-
-Layout layout(Form form) {
-    switch (form) {
-        case Form::kQ8_0: return {2, 32};
-        case Form::kQ4_0: return {2, 16};
-        case Form::kQ4_1: return {4, 16};
-        default: return {0, 0};
-    }
-}
 
 void encode_q8_0(const float* x, uint8_t* out) {
     float most = 0;
@@ -67,47 +55,95 @@ void encode_q4_0(const float* x, uint8_t* out) {
 }  // namespace
 
 int64_t source_row_bytes(Form form, int64_t columns) {
-    if (form == Form::kF32) return 4 * columns;
-    if (form == Form::kF16) return 2 * columns;
-    const Layout l = layout(form);
-    return columns / kBlock * (l.scale_bytes + l.value_bytes);
+    return columns / layout_of(form).columns * source_unit_bytes(form);
 }
 
 void encode_row(Form form, const float* x, int64_t columns, uint8_t* out) {
     if (form == Form::kF32) {
-        memcpy(out, x, 4 * columns);
+        memcpy(out, x, size_t(4 * columns));
     } else if (form == Form::kF16) {
         for (int64_t i = 0; i < columns; ++i) {
             const uint16_t half = float_to_half(x[i]);
             memcpy(out + 2 * i, &half, 2);
         }
+    } else if (form == Form::kBF16) {
+        for (int64_t i = 0; i < columns; ++i) {
+            uint32_t bits;
+            memcpy(&bits, x + i, 4);
+            const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+            const uint16_t upper = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // ties to even
+            memcpy(out + 2 * i, &upper, 2);
+        }
     } else {
-        const Layout l = layout(form);
-        for (int64_t i = 0; i < columns; i += kBlock, out += l.scale_bytes + l.value_bytes)
+        for (int64_t i = 0; i < columns; i += kBlock, out += source_unit_bytes(form))
             form == Form::kQ8_0 ? encode_q8_0(x + i, out) : encode_q4_0(x + i, out);
     }
 }
 
+namespace {
+
+// Where the parts of a row's unit lie in a tile.
+struct Place {
+    const Layout layout;
+    const int lanes, lane;
+
+    int64_t half(int i) const { return 2 * (int64_t(i) * lanes + lane); }
+    int64_t byte(int i) const { return int64_t(2 * layout.halves + i) * lanes + lane; }
+    int64_t word(int i) const { return int64_t(head_bytes(layout)) * lanes + 4 * (int64_t(i) * lanes + lane); }
+};
+
+void write_unit(const Place& place, const Unit& unit, uint8_t* out) {
+    const Layout& l = place.layout;
+    for (int i = 0; i < l.halves; ++i) memcpy(out + place.half(i), &unit.halves[i], 2);
+    for (int i = 0; i < l.bytes; ++i) out[place.byte(i)] = unit.bytes[i];
+    const int count = num_words(l.spread);
+    for (int b = 0; b < l.columns / kBlock; ++b) {
+        uint32_t words[8];
+        spread_words(l.spread, unit.words + 8 * b, words);
+        for (int i = 0; i < count; ++i) memcpy(out + place.word(b * count + i), &words[i], 4);
+    }
+}
+
+void read_back(const Place& place, const uint8_t* p, Unit& unit) {
+    const Layout& l = place.layout;
+    for (int i = 0; i < l.halves; ++i) memcpy(&unit.halves[i], p + place.half(i), 2);
+    for (int i = 0; i < l.bytes; ++i) unit.bytes[i] = p[place.byte(i)];
+    const int count = num_words(l.spread);
+    for (int b = 0; b < l.columns / kBlock; ++b) {
+        uint32_t words[8];
+        for (int i = 0; i < count; ++i) memcpy(&words[i], p + place.word(b * count + i), 4);
+        gather_words(l.spread, words, unit.words + 8 * b);
+    }
+}
+
+// By type, so that what depends on it is decided once.
+template <class Number>
+void pack_numbers(const Matrix& m, const uint8_t* const* rows, int count, uint8_t* out) {
+    for (int64_t c = 0; c < m.columns; ++c)
+        for (int lane = 0; lane < count; ++lane)
+            memcpy(out + (c * m.lanes + lane) * int64_t(sizeof(Number)), rows[lane] + c * int64_t(sizeof(Number)),
+                   sizeof(Number));
+}
+
+}  // namespace
+
 void pack_tile(const Matrix& m, int64_t tile, const uint8_t* source, const int64_t* order, uint8_t* out) {
-    const int lanes = m.lanes;
-    const int64_t row_bytes = source_row_bytes(m.form, m.columns);
-    memset(out, 0, size_t(tile_bytes(m)));
-    for (int lane = 0; lane < lanes && tile * lanes + lane < m.rows; ++lane) {
-        const int64_t row = tile * lanes + lane;
-        const uint8_t* from = source + (order ? order[row] : row) * row_bytes;
-        if (is_float(m.form)) {
-            const int size = m.form == Form::kF32 ? 4 : 2;
-            for (int64_t c = 0; c < m.columns; ++c) memcpy(out + (c * lanes + lane) * size, from + c * size, size_t(size));
-            continue;
-        }
-        const Layout l = layout(m.form);
-        uint8_t* to = out;
-        for (int64_t b = 0; b < m.columns / kBlock; ++b, to += block_bytes(m.form, lanes)) {
-            for (int s = 0; s < l.scale_bytes; s += 2) memcpy(to + (s / 2 * lanes + lane) * 2, from + s, 2);
-            from += l.scale_bytes;
-            uint8_t* values = to + l.scale_bytes * lanes;
-            for (int g = 0; g < l.value_bytes / 4; ++g) memcpy(values + (g * lanes + lane) * 4, from + 4 * g, 4);
-            from += l.value_bytes;
+    const int64_t first = tile * m.lanes, row_bytes = source_row_bytes(m.form, m.columns);
+    const int count = m.rows - first < m.lanes ? int(m.rows - first) : m.lanes;
+    const uint8_t* rows[64];
+    for (int lane = 0; lane < count; ++lane)
+        rows[lane] = source + (order ? order[first + lane] : first + lane) * row_bytes;
+    if (count < m.lanes) memset(out, 0, size_t(tile_bytes(m)));
+    if (m.form == Form::kF32) return pack_numbers<uint32_t>(m, rows, count, out);
+    if (is_float(m.form)) return pack_numbers<uint16_t>(m, rows, count, out);
+    const Layout layout = layout_of(m.form);
+    const int64_t unit = unit_bytes(m.form) * m.lanes, step = source_unit_bytes(m.form);
+    // Unit after unit, so that what is written stays in the first cache.
+    for (int64_t u = 0; u < m.columns / layout.columns; ++u, out += unit) {
+        for (int lane = 0; lane < count; ++lane) {
+            Unit read = {};
+            read_unit(m.form, rows[lane] + u * step, read);
+            write_unit({layout, m.lanes, lane}, read, out);
         }
     }
 }
@@ -115,33 +151,25 @@ void pack_tile(const Matrix& m, int64_t tile, const uint8_t* source, const int64
 void unpack_row(const Matrix& m, int64_t row, float* out) {
     const int lanes = m.lanes, lane = int(row % lanes);
     const uint8_t* p = m.data + row / lanes * tile_bytes(m);
-    if (is_float(m.form)) {
-        for (int64_t c = 0; c < m.columns; ++c) {
-            if (m.form == Form::kF32) {
-                memcpy(out + c, p + (c * lanes + lane) * 4, 4);
-            } else {
-                uint16_t half;
-                memcpy(&half, p + (c * lanes + lane) * 2, 2);
-                out[c] = half_to_float(half);
-            }
+    const Layout layout = layout_of(m.form);
+    if (!is_float(m.form)) {
+        Unit unit = {};
+        for (int64_t u = 0; u < m.columns / layout.columns; ++u, p += unit_bytes(m.form) * lanes) {
+            read_back({layout, lanes, lane}, p, unit);
+            decode_unit(m.form, unit, out + u * layout.columns);
         }
         return;
     }
-    const Layout l = layout(m.form);
-    for (int64_t b = 0; b < m.columns / kBlock; ++b, p += block_bytes(m.form, lanes), out += kBlock) {
-        uint16_t half[2] = {0, 0};
-        for (int s = 0; s < l.scale_bytes / 2; ++s) memcpy(&half[s], p + (s * lanes + lane) * 2, 2);
-        const float scale = half_to_float(half[0]);
-        const float offset = m.form == Form::kQ4_1 ? half_to_float(half[1]) : m.form == Form::kQ4_0 ? -8 * scale : 0;
-        const uint8_t* values = p + l.scale_bytes * lanes;
-        for (int i = 0; i < kBlock; ++i) {
-            if (m.form == Form::kQ8_0) {
-                out[i] = scale * float(int8_t(values[(i / 4 * lanes + lane) * 4 + i % 4]));
-            } else {
-                const uint8_t pair = values[(i % 16 / 4 * lanes + lane) * 4 + i % 4];
-                out[i] = scale * float(i < 16 ? pair & 15 : pair >> 4) + offset;
-            }
+    for (int64_t c = 0; c < m.columns; ++c) {
+        if (m.form == Form::kF32) {
+            memcpy(out + c, p + (c * lanes + lane) * 4, 4);
+            continue;
         }
+        uint16_t half;
+        memcpy(&half, p + (c * lanes + lane) * 2, 2);
+        const uint32_t bits = uint32_t(half) << 16;
+        if (m.form == Form::kBF16) memcpy(out + c, &bits, 4);
+        else out[c] = half_to_float(half);
     }
 }
 

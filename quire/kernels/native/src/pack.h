@@ -1,7 +1,7 @@
 // Matrices into tiles, from GGUF's blocks or from floats, and single rows back out of them.
 #pragma once
 
-#include "kernels.h"
+#include "layout.h"
 
 namespace quire {
 

@@ -10,49 +10,71 @@ inline void begin(Floats* acc) {
 
 constexpr int64_t kNearBytes = 20000;  // of activations, beside a tile of weights, in the first cache
 
-template <Form F, int M>
-inline void add_blocks(const uint8_t* p, int64_t blocks, const Inputs& in, int64_t token, Floats* acc) {
-    constexpr int kScales = (F == Form::kQ4_1 ? 4 : 2) * W;
-    constexpr int kBytes = kScales + (F == Form::kQ8_0 ? 32 : 16) * W;
-    const Block* at[M];
-    for (int m = 0; m < M; ++m) at[m] = in.blocks + (token + m) * blocks;
-    const Factors* factors = in.factors + token;
-    for (int64_t b = 0; b < blocks; ++b, p += kBytes, factors += in.num_tokens) {
-        const uint8_t* w = p + kScales;
-        Sum high[M], low[M];
-        for (int m = 0; m < M; ++m) high[m] = low[m] = begin_sum();
-        if constexpr (F == Form::kQ8_0) {
+// Groups that a narrow sum holds before it must be widened: pairs of products with bytes of either sign, in 16 bits.
+constexpr int narrow_groups(int largest) { return 32767 / (2 * 128 * largest); }
+
+// One cell: group after group, in an order in which groups that share a vector follow each other.
+template <Form F, int kFirst, int M>
+inline void add_cell(const uint8_t* w, const Scales& scales, const Block* const* at, const Factors* factors, Floats* acc) {
+    using C = Coding<F>;
+    constexpr int kGroups = C::kCell / 4;
+    constexpr bool kWidens = !C::kIsSigned && kSumsAreNarrow && narrow_groups(C::kLargest) < kGroups;
+    Sum high[M], low[M], wide_high[M], wide_low[M];
+    for (int m = 0; m < M; ++m) high[m] = low[m] = wide_high[m] = wide_low[m] = begin_sum();
 #pragma GCC unroll 8
-            for (int g = 0; g < 32; g += 4) {
-                Signed x = load_signed(w + g * W);
-                for (int m = 0; m < M; ++m) {
-                    const Block& a = *at[m];
-                    high[m] = dot_signed(high[m], x, a.high + g);
-                    low[m] = dot_signed(low[m], x, a.low + g);
-                }
+    for (int i = 0; i < kGroups; ++i) {
+        const int g = kFirst / 4 + i / 2 + i % 2 * (kGroups / 2);
+        if constexpr (C::kIsSigned) {
+            const Signed x = as_signed(C::group(w, g));
+            for (int m = 0; m < M; ++m) {
+                high[m] = dot_signed(high[m], x, at[m]->high + 4 * g);
+                low[m] = dot_signed(low[m], x, at[m]->low + 4 * g);
             }
         } else {
-#pragma GCC unroll 4
-            for (int g = 0; g < 16; g += 4) {
-                Bytes x = load_bytes(w + g * W), first = low_nibbles(x), second = high_nibbles(x);
-                for (int m = 0; m < M; ++m) {
-                    const Block& a = *at[m];
-                    high[m] = dot_unsigned(dot_unsigned(high[m], first, a.high + g), second, a.high + 16 + g);
-                    low[m] = dot_unsigned(dot_unsigned(low[m], first, a.low + g), second, a.low + 16 + g);
-                }
+            const Bytes x = C::group(w, g);
+            for (int m = 0; m < M; ++m) {
+                high[m] = dot_unsigned(high[m], x, at[m]->high + 4 * g);
+                low[m] = dot_unsigned(low[m], x, at[m]->low + 4 * g);
             }
         }
-        const Floats scale = load_half((const uint16_t*)p);
-        Floats least = scale;  // what a nibble of 0 stands for
-        if constexpr (F == Form::kQ4_0) least = mul(scale, splat(-8.0f));
-        if constexpr (F == Form::kQ4_1) least = load_half((const uint16_t*)p + W);
-        for (int m = 0; m < M; ++m) {
-            Floats whole;
-            if constexpr (F == Form::kQ8_0) whole = end_signed(high[m], low[m], factors[m].offset);
-            else whole = end_unsigned(high[m], low[m]);
-            acc[m] = fma(mul(whole, scale), splat(factors[m].scale), acc[m]);
-            if constexpr (F != Form::kQ8_0) acc[m] = fma(least, splat(factors[m].sum), acc[m]);
-            ++at[m];
+        if constexpr (kWidens) {
+            if ((i + 1) % narrow_groups(C::kLargest) && i + 1 < kGroups) continue;
+            for (int m = 0; m < M; ++m) {
+                wide_high[m] = widen(wide_high[m], high[m]);
+                wide_low[m] = widen(wide_low[m], low[m]);
+                high[m] = low[m] = begin_sum();
+            }
+        }
+    }
+    for (int m = 0; m < M; ++m) {
+        const Factors& f = factors[m];
+        Floats whole;
+        if constexpr (C::kIsSigned) whole = end_signed(high[m], low[m], f.offset);
+        else if constexpr (kWidens) whole = end_wide(wide_high[m], wide_low[m]);
+        else whole = end_unsigned(high[m], low[m]);
+        acc[m] = fma(mul(whole, scales.scale), splat(f.scale), acc[m]);
+        if constexpr (!C::kIsSigned) {
+            const float sum = C::kCell == kBlock ? f.sum : f.halves[kFirst / 16];
+            acc[m] = fma(scales.least, splat(sum), acc[m]);
+        }
+    }
+}
+
+template <Form F, int M>
+inline void add_units(const uint8_t* p, int64_t units, const Inputs& in, int64_t token, Floats* acc) {
+    using C = Coding<F>;
+    constexpr Layout kLayout = layout_of(F);
+    constexpr int kBlocks = kLayout.columns / kBlock, kCells = kBlock / C::kCell;
+    const Block* at[M];
+    for (int m = 0; m < M; ++m) at[m] = in.blocks + (token + m) * units * kBlocks;
+    const Factors* factors = in.factors + token;
+    for (int64_t u = 0; u < units; ++u, p += unit_bytes(F) * W) {
+        const auto head = C::open(p);
+        const uint8_t* w = p + head_bytes(kLayout) * W;
+        for (int b = 0; b < kBlocks; ++b, w += num_words(kLayout.spread) * V, factors += in.num_tokens) {
+            add_cell<F, 0, M>(w, C::scales(head, b * kCells), at, factors, acc);
+            if constexpr (kCells == 2) add_cell<F, 16, M>(w, C::scales(head, b * kCells + 1), at, factors, acc);
+            for (int m = 0; m < M; ++m) ++at[m];
         }
     }
 }
@@ -60,7 +82,10 @@ inline void add_blocks(const uint8_t* p, int64_t blocks, const Inputs& in, int64
 template <Form F, int M>
 inline void add_columns(const uint8_t* p, const float* x, int64_t columns, Floats* acc) {
     for (int64_t c = 0; c < columns; ++c) {
-        Floats w = F == Form::kF32 ? load((const float*)p + c * W) : load_half((const uint16_t*)p + c * W);
+        Floats w;
+        if constexpr (F == Form::kF32) w = load((const float*)p + c * W);
+        else if constexpr (F == Form::kBF16) w = load_upper((const uint16_t*)p + c * W);
+        else w = load_half((const uint16_t*)p + c * W);
         for (int m = 0; m < M; ++m) acc[m] = fma(w, splat(x[m * columns + c]), acc[m]);
     }
 }
@@ -86,17 +111,14 @@ inline void finish(const Floats* acc, const Matrix& m, int64_t first_row, int64_
 template <Form F, int M>
 void few_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, const Target& to) {
     const uint8_t* p = m.data + tile * tile_bytes(m);
-    if constexpr (F == Form::kF32 || F == Form::kF16) {
-        Floats acc[M];
-        begin<M>(acc);
+    Floats acc[M];
+    begin<M>(acc);
+    if constexpr (is_float(F)) {
         add_columns<F, M>(p, in.x + token * m.columns, m.columns, acc);
-        finish<M>(acc, m, tile * W, token, to);
     } else {
-        Floats acc[M];
-        begin<M>(acc);
-        add_blocks<F, M>(p, m.columns / kBlock, in, token, acc);
-        finish<M>(acc, m, tile * W, token, to);
+        add_units<F, M>(p, m.columns / layout_of(F).columns, in, token, acc);
     }
+    finish<M>(acc, m, tile * W, token, to);
 }
 
 template <Form F, int M>
@@ -131,9 +153,20 @@ void product(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Input
     switch (m.form) {
         case Form::kF32: return product_of<Form::kF32>(m, first_tile, stop_tile, in, num_tokens, to);
         case Form::kF16: return product_of<Form::kF16>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kBF16: return product_of<Form::kBF16>(m, first_tile, stop_tile, in, num_tokens, to);
         case Form::kQ8_0: return product_of<Form::kQ8_0>(m, first_tile, stop_tile, in, num_tokens, to);
         case Form::kQ4_0: return product_of<Form::kQ4_0>(m, first_tile, stop_tile, in, num_tokens, to);
         case Form::kQ4_1: return product_of<Form::kQ4_1>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ5_0: return product_of<Form::kQ5_0>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ5_1: return product_of<Form::kQ5_1>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kIQ4_NL: return product_of<Form::kIQ4_NL>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kMXFP4: return product_of<Form::kMXFP4>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ4_K: return product_of<Form::kQ4_K>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ5_K: return product_of<Form::kQ5_K>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ6_K: return product_of<Form::kQ6_K>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ3_K: return product_of<Form::kQ3_K>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kQ2_K: return product_of<Form::kQ2_K>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kIQ4_XS: return product_of<Form::kIQ4_XS>(m, first_tile, stop_tile, in, num_tokens, to);
     }
 }
 

@@ -139,18 +139,19 @@ void quantize(const float* x, int64_t n, Block* blocks, Factors* factors, int64_
         }
         // Below this the inverse is no number; the block is as good as zero.
         const Floats inverse = splat(most > 1e-30f ? kMost / most : 0.0f);
-        int32_t high_sum = 0, low_sum = 0;
+        int32_t sums[2] = {0, 0};  // of either half
         for (int i = 0; i < kBlock / W; ++i) {
             const Floats whole = nearest(mul(part[i], inverse));
             const Floats high = nearest(mul(add(whole, splat(0.5f)), splat(1.0f / 256)));
             // From -128 to 127. AVX2 can't turn the sign of -128, and is given a hair less.
             const Floats low = larger(fma(high, splat(-256.0f), whole), splat(-127.0f));
-            high_sum += store_bytes(blocks[b].high + i * W, high);
-            low_sum += store_bytes(blocks[b].low + i * W, low);
+            int32_t& sum = sums[i * W / (kBlock / 2)];
+            sum += 256 * store_bytes(blocks[b].high + i * W, high);
+            sum += store_bytes(blocks[b].low + i * W, low);
         }
-        const int32_t sum = 256 * high_sum + low_sum;
+        const int32_t sum = sums[0] + sums[1];
         const float scale = finite ? most / kMost : NAN;
-        factors[b * stride] = {scale, scale * float(sum), -128 * sum};
+        factors[b * stride] = {scale, scale * float(sum), -128 * sum, {scale * float(sums[0]), scale * float(sums[1])}};
     }
 }
 

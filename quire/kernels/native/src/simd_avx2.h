@@ -90,19 +90,42 @@ inline void transpose(const float* const* rows, int columns, float* out) {
 }
 
 inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline Bytes low_nibbles(Bytes a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
-inline Bytes high_nibbles(Bytes a) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15)); }
-inline Signed load_signed(const uint8_t* p) {
-    __m256i x = load_bytes(p);
-    return {x, _mm256_abs_epi8(x)};
+// The bits of `mask` in every byte, after a shift to the right (or to the left by -shift) that moves no others there.
+inline Bytes pick(Bytes a, int shift, int mask) {
+    const __m256i moved = shift > 0 ? _mm256_srli_epi16(a, shift) : shift < 0 ? _mm256_slli_epi16(a, -shift) : a;
+    return _mm256_and_si256(moved, _mm256_set1_epi8(char(mask)));
 }
+inline Bytes join(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+inline Bytes look_up(Bytes places, const int8_t* table) {  // of 16 bytes
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), places);
+}
+// W bytes as numbers: the bits of `mask` after a shift to the right; all bits, with a sign; the power of two less 128.
+inline Floats load_bits(const uint8_t* p, int shift, int mask) {
+    const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(mask)));
+}
+inline Floats load_signed_bytes(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline Floats load_power(const uint8_t* p) {
+    const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), one = _mm256_set1_epi32(1);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_sub_epi32(_mm256_max_epi32(x, one), one), 23));
+}
+inline Floats load_upper(const uint16_t* p) {  // the upper halves of floats
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline Signed as_signed(Bytes a) { return {a, _mm256_abs_epi8(a)}; }
 inline __m256i four_bytes(const int8_t* a) {
     int32_t word;
     memcpy(&word, a, 4);
     return _mm256_set1_epi32(word);
 }
 inline Sum begin_sum() { return {_mm256_setzero_si256()}; }
-// Nibbles times bytes stay below 2^15 over a whole block (8 * 2 * 15 * 127), so they are summed in 16 bits.
+// Few bits times bytes are summed in 16 bits, and widened before these overflow.
+constexpr bool kSumsAreNarrow = true;
+inline Sum widen(Sum wide, Sum narrow) {
+    return {_mm256_add_epi32(wide.v, _mm256_madd_epi16(narrow.v, _mm256_set1_epi16(1)))};
+}
 inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
     return {_mm256_add_epi16(s.v, _mm256_maddubs_epi16(w, four_bytes(a)))};
 }
@@ -110,14 +133,15 @@ inline Floats end_unsigned(Sum high, Sum low) {
     const __m256i upper = _mm256_madd_epi16(high.v, _mm256_set1_epi16(256));
     return _mm256_cvtepi32_ps(_mm256_add_epi32(upper, _mm256_madd_epi16(low.v, _mm256_set1_epi16(1))));
 }
-// Bytes times bytes do not, so they are widened at once.
+inline Floats end_wide(Sum high, Sum low) {
+    return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.v, 8), low.v));
+}
+// Eight bits times bytes are widened at once.
 inline Sum dot_signed(Sum s, Signed w, const int8_t* a) {
     __m256i pairs = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(four_bytes(a), w.value));
     return {_mm256_add_epi32(s.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
 }
-inline Floats end_signed(Sum high, Sum low, int32_t) {
-    return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.v, 8), low.v));
-}
+inline Floats end_signed(Sum high, Sum low, int32_t) { return end_wide(high, low); }
 
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

@@ -75,10 +75,33 @@ inline void transpose(const float* const* rows, int columns, float* out) {
 }
 
 inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
-inline Bytes low_nibbles(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
-inline Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+// The bits of `mask` in every byte, after a shift to the right (or to the left by -shift) that moves no others there.
+inline Bytes pick(Bytes a, int shift, int mask) {
+    const __m512i moved = shift > 0 ? _mm512_srli_epi16(a, shift) : shift < 0 ? _mm512_slli_epi16(a, -shift) : a;
+    return _mm512_and_si512(moved, _mm512_set1_epi8(char(mask)));
+}
+inline Bytes join(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+inline Bytes look_up(Bytes places, const int8_t* table) {  // of 16 bytes
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), places);
+}
+// W bytes as numbers: the bits of `mask` after a shift to the right; all bits, with a sign; the power of two less 128.
+inline Floats load_bits(const uint8_t* p, int shift, int mask) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask)));
+}
+inline Floats load_signed_bytes(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline Floats load_power(const uint8_t* p) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), one = _mm512_set1_epi32(1);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(_mm512_max_epi32(x, one), one), 23));
+}
+inline Floats load_upper(const uint16_t* p) {  // the upper halves of floats
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
 // The instruction wants its first factor without a sign: 128 is added to it here, and taken off the sum in the end.
-inline Signed load_signed(const uint8_t* p) { return _mm512_xor_si512(load_bytes(p), _mm512_set1_epi8(-128)); }
+inline Signed as_signed(Bytes a) { return _mm512_xor_si512(a, _mm512_set1_epi8(-128)); }
+constexpr bool kSumsAreNarrow = false;
 inline Sum begin_sum() { return {_mm512_setzero_si512()}; }
 // By hand, because compilers load the four bytes with an instruction of their own, and there are as many as products.
 inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
@@ -87,10 +110,12 @@ inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
     return s;
 }
 inline Sum dot_signed(Sum s, Signed w, const int8_t* a) { return dot_unsigned(s, w, a); }
-inline __m512i join(Sum high, Sum low) { return _mm512_add_epi32(_mm512_slli_epi32(high.v, 8), low.v); }
-inline Floats end_unsigned(Sum high, Sum low) { return _mm512_cvtepi32_ps(join(high, low)); }
+inline __m512i whole(Sum high, Sum low) { return _mm512_add_epi32(_mm512_slli_epi32(high.v, 8), low.v); }
+inline Floats end_unsigned(Sum high, Sum low) { return _mm512_cvtepi32_ps(whole(high, low)); }
+inline Sum widen(Sum wide, Sum) { return wide; }
+inline Floats end_wide(Sum high, Sum low) { return end_unsigned(high, low); }
 inline Floats end_signed(Sum high, Sum low, int32_t offset) {
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(join(high, low), _mm512_set1_epi32(offset)));
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(whole(high, low), _mm512_set1_epi32(offset)));
 }
 
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {

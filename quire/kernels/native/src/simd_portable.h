@@ -62,9 +62,41 @@ inline void transpose(const float* const* rows, int columns, float* out) {  // [
 }
 
 inline Bytes load_bytes(const uint8_t* p) { Bytes r; memcpy(r.v, p, sizeof r.v); return r; }
-inline Bytes low_nibbles(Bytes a) { for (uint8_t& x : a.v) x &= 15; return a; }
-inline Bytes high_nibbles(Bytes a) { for (uint8_t& x : a.v) x >>= 4; return a; }
-inline Signed load_signed(const uint8_t* p) { return load_bytes(p); }
+// The bits of `mask` in every byte, after a shift to the right (or to the left by -shift).
+inline Bytes pick(Bytes a, int shift, int mask) {
+    for (uint8_t& x : a.v) x = uint8_t((shift > 0 ? x >> shift : x << -shift) & mask);
+    return a;
+}
+inline Bytes join(Bytes a, Bytes b) { for (int i = 0; i < 4 * W; ++i) a.v[i] |= b.v[i]; return a; }
+inline Bytes look_up(Bytes places, const int8_t* table) {  // of 16 bytes
+    for (uint8_t& x : places.v) x = uint8_t(table[x]);
+    return places;
+}
+// W bytes as numbers: the bits of `mask` after a shift to the right; all bits, with a sign; the power of two less 128.
+inline Floats load_bits(const uint8_t* p, int shift, int mask) {
+    Floats r;
+    LANES r.v[i] = float(p[i] >> shift & mask);
+    return r;
+}
+inline Floats load_signed_bytes(const uint8_t* p) { Floats r; LANES r.v[i] = float(int8_t(p[i])); return r; }
+inline Floats load_power(const uint8_t* p) {
+    Floats r;
+    LANES {
+        const uint32_t bits = uint32_t(p[i] > 1 ? p[i] - 1 : 0) << 23;
+        memcpy(&r.v[i], &bits, 4);
+    }
+    return r;
+}
+inline Floats load_upper(const uint16_t* p) {  // the upper halves of floats
+    Floats r;
+    LANES {
+        const uint32_t bits = uint32_t(p[i]) << 16;
+        memcpy(&r.v[i], &bits, 4);
+    }
+    return r;
+}
+inline Signed as_signed(Bytes a) { return a; }
+constexpr bool kSumsAreNarrow = false;
 inline Sum begin_sum() { Sum r; LANES r.v[i] = 0; return r; }
 inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
     LANES for (int j = 0; j < 4; ++j) s.v[i] += int32_t(w.v[4 * i + j]) * a[j];
@@ -76,6 +108,8 @@ inline Sum dot_signed(Sum s, Signed w, const int8_t* a) {
 }
 // Of the high and the low bytes; `offset` is for a twin that adds 128 to every weight.
 inline Floats end_unsigned(Sum high, Sum low) { Floats r; LANES r.v[i] = float(256 * high.v[i] + low.v[i]); return r; }
+inline Sum widen(Sum wide, Sum) { return wide; }
+inline Floats end_wide(Sum high, Sum low) { return end_unsigned(high, low); }
 inline Floats end_signed(Sum high, Sum low, int32_t) { return end_unsigned(high, low); }
 
 // Random bits of W token ids from `first` on, as floats (31 bits, not negative).

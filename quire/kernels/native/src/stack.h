@@ -8,7 +8,7 @@
 #include <new>
 
 #include "hooks.h"
-#include "kernels.h"
+#include "layout.h"
 #include "pool.h"
 
 namespace quire {

@@ -75,7 +75,7 @@ class CacheIndex:
     def reservable(self, request: Request) -> int:
         """Return for how many tokens this request could have pages if it took all that are available now."""
         lease = lease_of(request)
-        pages = min((len(lease.units[g]) + self._free_for(lease, g) for g in self.paged), default=1 << 40)
+        pages = min((len(lease.units[g]) + self.free_for(lease, g) for g in self.paged), default=1 << 40)
         return pages * self.page_tokens
 
     def match(self, request: Request, limit: int | None = None) -> Match:
@@ -147,7 +147,7 @@ class CacheIndex:
         for group in self.paged:
             count = need - len(lease.units[group])
             # A decode may take a page reserved for others: admission left a margin of one page per running request.
-            if count > (self.available(group) if count <= 1 else self._free_for(lease, group)):
+            if count > (self.available(group) if count <= 1 else self.free_for(lease, group)):
                 return False
         for group in self.paged:
             units = lease.units[group]
@@ -161,6 +161,7 @@ class CacheIndex:
     def write_tables(self, request: Request, plan: Plan) -> None:
         """Write the page tables of a request that got a row: all pages and slots of its lease."""
         lease = lease_of(request)
+        lease.has_moved = False
         for group, units in enumerate(lease.units):
             if units:
                 pages = [max(0, unit) for unit in units] if ABSENT in units else list(units)
@@ -291,6 +292,9 @@ class CacheIndex:
         for group, units in enumerate(lease.units):
             self.ledger.release_after(group, _present(units), fence)
             units.clear()
+        for group, slot in lease.backup.items():
+            self.ledger.release_after(group, [slot], fence)
+        lease.backup.clear()
         for snapshot in lease.snapshots:
             self._release_snapshot(snapshot, fence)
         lease.snapshots.clear()
@@ -332,11 +336,12 @@ class CacheIndex:
             wanted = need - len(lease.units[group])
             if group in self.windowed:  # a window releases older pages during prefill
                 wanted = min(wanted, self._windows.max_pages(group))
-            if wanted + margin > self._free_for(lease, group):
+            if wanted + margin > self.free_for(lease, group):
                 return False
         return all(self.available(group) >= 1 for group in self.state)
 
-    def _free_for(self, lease: Lease, group: int) -> int:
+    def free_for(self, lease: Lease, group: int) -> int:
+        """Return how many units of a group this lease may take."""
         return self.available(group) - self._windows.reserved_for_others(lease, group)
 
     def _release_snapshot(self, snapshot: Snapshot, fence: int) -> None:

@@ -36,6 +36,9 @@ class Lease:
     host: list[list[int]] = field(default_factory=list)  # like `units`, on the host; empty unless swapped out
     num_inserted: int = 0  # leading pages that were inserted into the tree
     snapshots: list[Snapshot] = field(default_factory=list)
+    # Per state group: a copy of the live state from before the drafts of the step in flight; empty without drafts.
+    backup: dict[int, int] = field(default_factory=dict)
+    has_moved: bool = False  # the live slots are others than the row's page tables say, after rejected drafts
     claimed: list[bytes] = field(default_factory=list)  # keys of the pages that this request computes
     fork_point: int = 0  # length at which the prompt leaves cached prefixes, if it is worth a snapshot; 0: none
     claims_tail: bool = False  # whether it has claimed its prompt's tail and not computed it yet

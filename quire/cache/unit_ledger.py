@@ -102,6 +102,8 @@ class UnitLedger:
                     own(owners, group, unit)
                 for unit in lease.host[group] if lease.host else ():
                     own(host_owners, group, unit)
+            for group, slot in lease.backup.items():
+                own(owners, group, slot)
             for snapshot in lease.snapshots:
                 for group, slot in snapshot.slots.items():
                     own(owners, group, slot)

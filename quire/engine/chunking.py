@@ -71,7 +71,7 @@ class StepTarget:
     def observe(self, plan: Plan, seconds: float) -> None:
         tokens = keys = num_decodes = 0
         for row in plan.rows:
-            if row.count > 1 or not row.wants_sample:
+            if row.count > 1 + row.num_drafts or not row.wants_sample:
                 tokens += row.count
                 keys += row.count * row.start + row.count * row.count // 2
             else:

@@ -257,14 +257,19 @@ class Engine:
 
 
 def _fill_masks(plan: Plan, requests: Mapping[str, Request]) -> dict[int, bytes]:
-    """Return one bit per allowed token for each row that samples with a grammar in this step."""
+    """Return one bit per allowed token for each row that samples with a grammar in this step.
+
+    A row with drafts gets one mask for each position, joined.
+    """
     masks = {}
     for index, row in enumerate(plan.rows):
         request = requests.get(row.request_id)
         if row.wants_sample and request is not None and request.grammar is not None:
             grammar = request.grammar
             assert not isinstance(grammar, GrammarSpec), "a request is queued with its grammar compiled"
-            masks[index] = grammar.mask(request.tokens[request.prompt_len :])
+            sampled, drafts = request.tokens[request.prompt_len :], plan.drafts.get(index, [])
+            parts = [grammar.mask(sampled + drafts[:count]) for count in range(row.num_drafts + 1)]
+            masks[index] = b"".join(parts)
     return masks
 
 

@@ -33,11 +33,24 @@ def end_delta(request: Request, reason: FinishReason, now: float) -> Delta:
         first_token=(request.first_token_at - request.arrival) if request.first_token_at else 0.0,
         total=now - request.arrival,
     )
-    usage = Usage(request.prompt_len, request.cached_len, request.num_sampled)
+    usage = Usage(
+        request.prompt_len,
+        request.cached_len,
+        request.num_sampled,
+        request.num_accepted,
+        request.num_drafted - request.num_accepted,
+    )
     return Delta(request.id, finish_reason=reason, usage=usage, timing=timing)
 
 
-def no_token_error(request: Request) -> QuireError:
+def fail_row(request: Request, delta: Delta) -> FinishReason:
+    """Turn the delta of a request for which no token could be sampled into that of its error."""
+    error = _no_token_error(request)
+    delta.token_ids, delta.error_code, delta.error = [], error.code, str(error)
+    return FinishReason.ERROR
+
+
+def _no_token_error(request: Request) -> QuireError:
     """Return the error of a request without an allowed token: a failed or exhausted grammar, or bad logits."""
     grammar = request.grammar
     if grammar is None:

@@ -82,7 +82,7 @@ class RequestTable:
         """Release the state of a request. Its full pages stay in the prefix tree until they are evicted."""
         self.wake(self._cache.release(request, self.last_step))
         request.status = Status.WAITING
-        request.computed = request.planned = request.pending = request.inflight = 0
+        request.computed = request.planned = request.pending = request.inflight = request.num_drafts = 0
 
     def end(self, request: Request, reason: FinishReason) -> Delta:
         """End a request in any status and release what it holds. Returns its final delta."""
@@ -123,7 +123,8 @@ class RequestTable:
         self.rows.check([r.row for r in self.running])
         for request in self.running:
             assert 0 <= request.computed <= request.planned <= request.expected_len <= request.max_len
-            assert request.inflight >= request.pending >= 0
+            assert request.inflight >= request.pending - request.num_drafts >= 0
+            assert request.num_drafts == 0 or request.inflight == 1, "a row with drafts is in one step in flight"
         for request in self.waiting:
             assert request.row < 0 and request.inflight == 0 and request.pending == 0
             assert request.status is Status.SWAPPED or lease_of(request).is_empty

@@ -13,22 +13,15 @@ from collections.abc import Callable, Container, Sequence
 from quire.cache.index import CacheIndex
 from quire.engine.chunking import Chunking, choose_chunking
 from quire.engine.deferred_commit import DeferredCommit
+from quire.engine.drafts import NO_DRAFTS, Drafts, PlannedDrafts
 from quire.engine.limits import SchedulerLimits, SchedulerStats
-from quire.engine.outcome import append_tokens, no_token_error
+from quire.engine.outcome import append_tokens, fail_row
 from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
 from quire.engine.queue import Deadlines, Refusal
 from quire.engine.recovery import affected_by
 from quire.engine.request_table import RequestTable
-from quire.types import (
-    Delta,
-    FinishReason,
-    Plan,
-    PlanRow,
-    QuireError,
-    Request,
-    Status,
-    StepOutput,
-)
+from quire.engine.speculation.seam import Drafter
+from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, Status, StepOutput
 
 FindRoom = Callable[[Request, int, Plan], tuple[int, bool]]  # request, budget, plan -> end, preempted a request
 
@@ -46,6 +39,7 @@ class Scheduler:
         chunking: Chunking | None = None,
         admission: Admission | None = None,
         victims: Victims | None = None,
+        drafter: Drafter | None = None,
     ):
         self.cache = cache
         self.limits = limits
@@ -58,6 +52,7 @@ class Scheduler:
         self.table = RequestTable(cache, limits.max_rows, self._order, clock)
         self.requests, self.waiting, self.running = self.table.requests, self.table.waiting, self.table.running
         self.deferred = DeferredCommit(cache, self.table)
+        self._drafts = PlannedDrafts(drafter, cache)
         self._deadlines = Deadlines()
         self._num_prompt = (0, 0)  # prefill rows and prompt tokens in the step being planned
         self._ended: list[Delta] = []  # final deltas of requests that ended outside a commit
@@ -108,6 +103,7 @@ class Scheduler:
     def _count_end(self, request: Request) -> None:
         self._deadlines.remove(request)
         self.stats.ended += 1
+        self._drafts.end(request)
 
     def take_ended(self) -> list[Delta]:
         """Return the final deltas of requests that ended outside a commit: cancelled, past their deadline or failed."""
@@ -131,7 +127,8 @@ class Scheduler:
                 (decodes if behind == 1 else prefills).append(request)
         budget = self._chunking.budget(len(decodes), prefills[0].planned if prefills else 0)
         budget = min(budget, self.step_cap)
-        budget, preempted = self._plan_rows(decodes + prefills, len(decodes), budget, plan, self._make_room)
+        drafts = self._drafts.choose(decodes, bool(prefills), budget) if self._only is None else NO_DRAFTS
+        budget, preempted = self._plan_rows(decodes + prefills, len(decodes), budget, plan, self._make_room, drafts)
         preempting = preempting or preempted
         if not preempting:  # a waiting request must not take the room of one that was just preempted
             self._admit(budget, plan)
@@ -146,6 +143,7 @@ class Scheduler:
     def observe(self, plan: Plan, seconds: float) -> None:
         """Report how long a step took to the policy that sizes the steps."""
         self._chunking.observe(plan, seconds)
+        self._drafts.observe(plan, seconds)
 
     def set_step_target(self, step_target_seconds: float | None) -> None:
         """Set the target time of steps that contain decodes; None: steps as large as the limits allow."""
@@ -157,8 +155,8 @@ class Scheduler:
         if request.pending:
             if len(request.tokens) + request.pending >= request.max_len:
                 return False  # the sampled token in flight is its last
-            if self.limits.depth > 2:
-                return False  # in a pipeline a row that awaits its sampled token is in one step only
+            if self.limits.depth > 2 or self._drafts.waits(request):
+                return False  # such a row is in one step in flight only, until its sampled token is known
         return self._only is None or request.id in self._only
 
     def _make_room(self, request: Request, budget: int, plan: Plan) -> tuple[int, bool]:
@@ -196,7 +194,13 @@ class Scheduler:
         return self.cache.chunk_end(request, start, start + count)
 
     def _plan_rows(
-        self, requests: Sequence[Request], num_decodes: int, budget: int, plan: Plan, find_room: FindRoom
+        self,
+        requests: Sequence[Request],
+        num_decodes: int,
+        budget: int,
+        plan: Plan,
+        find_room: FindRoom,
+        drafts: Drafts,
     ) -> tuple[int, bool]:
         """Give each request a row of the step with as many tokens as there is room for.
 
@@ -222,14 +226,20 @@ class Scheduler:
                 if start < request.prompt_len:
                     prompt_rows, prompt_tokens = self._num_prompt
                     self._num_prompt = (prompt_rows + 1, prompt_tokens + min(end, request.prompt_len) - start)
-            add_row(PlanRow(request.id, request.row, start, end - start, 0, wants_sample))
+            num_drafts = 0
+            if has_state:
+                self._drafts.write_moved(request, plan)
+            if drafts and index < num_decodes:
+                num_drafts = self._drafts.add(request, drafts, budget - 1, len(self.running), plan)
+            count = end - start + num_drafts
+            add_row(PlanRow(request.id, request.row, start, count, num_drafts, wants_sample))
             if wants_sample:
                 request.pending += 1
             if request.grammar is not None:
                 plan.may_mask = True
-            request.planned = end
+            request.planned = start + count
             request.inflight += 1
-            budget -= end - start
+            budget -= count
             if has_state and end % page_tokens == 0:
                 self.cache.snapshot(request, end, plan)
         return budget, any_preempted
@@ -257,7 +267,7 @@ class Scheduler:
                 return
             self._refusal = None
             self.table.start(request, plan)
-            budget, _ = self._plan_rows((request,), 0, budget, plan, self._find_free_room)
+            budget, _ = self._plan_rows((request,), 0, budget, plan, self._find_free_room, NO_DRAFTS)
 
     def _available(self) -> list[int]:
         return [self.cache.available(group) for group in range(len(self.cache.specs))]
@@ -346,13 +356,17 @@ class Scheduler:
                 delta.embedding = output.pooled.get(index)
             reason = None
             if bad_rows and index in bad_rows:
-                reason = self._fail_row(request, delta)
+                reason = fail_row(request, delta)
+                self.cache.scrub(request)  # others will use the units
             elif row.wants_sample:
                 request.pending -= 1
                 delta.logprobs = output.logprobs.get(index)
                 if not request.first_token_at:
                     request.first_token_at = self.clock()
+                num_accepted = len(delta.token_ids) - 1
                 reason = append_tokens(request, delta)
+                if row.num_drafts:
+                    self._drafts.settle(request, row, num_accepted, self.table.last_step)
                 num_sampled += len(delta.token_ids)
             if reason is not None:
                 self._finish(delta, request, reason)
@@ -362,13 +376,6 @@ class Scheduler:
         self.stats.sampled_tokens += num_sampled
         self.deferred.seal(plan.step)
         return deltas
-
-    def _fail_row(self, request: Request, delta: Delta) -> FinishReason:
-        """End a request for which no token could be sampled, and clear its state before others use the units."""
-        error = no_token_error(request)
-        delta.token_ids, delta.error_code, delta.error = [], error.code, str(error)
-        self.cache.scrub(request)
-        return FinishReason.ERROR
 
     def _finish(self, delta: Delta, request: Request, reason: FinishReason) -> None:
         """End a request in a commit. Its row and units are released by the deferred part of the commit."""
@@ -425,8 +432,10 @@ class Scheduler:
             chunking=self._chunking,
             admission=self._admission,
             victims=self._victims,
+            drafter=self._drafts.drafter,
         )
         new.stats, new.step_cap = self.stats, self.step_cap
+        self._drafts.end(*self.requests.values())
         new.table.reset(self.table.last_step)
         return new
 

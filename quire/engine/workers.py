@@ -28,7 +28,10 @@ class Workers(Protocol):
         ...
 
     def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Ticket:
-        """Sample from a forward pass. `masks`: plan index -> one bit per token id, set where the token is allowed."""
+        """Sample from a forward pass, and accept the drafts that equal what is sampled in their places.
+
+        `masks`: plan index -> one bit per token id, set where the token is allowed; with drafts one mask per position.
+        """
         ...
 
     def warm_ups(self) -> Iterator[None]:

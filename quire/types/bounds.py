@@ -8,6 +8,7 @@ from msgspec import Meta
 
 MAX_TOKENS = 1 << 24  # token ids in one message
 MAX_VALUES = 1 << 16  # entries of any other list in one message
+MAX_DRAFTS = 64  # drafts of one row in one step
 MAX_UNITS = 1 << 24  # pages or copies in one plan
 MAX_ERROR = 1 << 20  # characters of an error text in one message
 RequestId = Annotated[str, Meta(max_length=256)]

@@ -102,6 +102,7 @@ class SamplingParams:
     pooling: str | None = None  # mean or last: return the prompt's hidden states as one vector (embeddings)
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None  # the constraint on the output
+    speculate: bool = True  # False: no drafts for this request; its tokens are the same
     # Token ids of bad_words and dry_breakers, filled in by the front end, which has the tokenizer.
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     dry_breaker_ids: tuple[int, ...] = ()

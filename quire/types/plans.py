@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.types.bounds import MAX_UNITS, MAX_VALUES, Count, RequestId, StepNumber, TokenIds, Vector
+from quire.types.bounds import MAX_DRAFTS, MAX_UNITS, MAX_VALUES, Count, RequestId, StepNumber, TokenIds, Vector
 from quire.types.params import SamplingParams
 
 TOKEN_CODE = "I"  # array type code: ids are never negative, and "I" packs them in a third of the time of "i"
@@ -71,8 +71,8 @@ class PlanRow(msgspec.Struct, array_like=True, gc=False):
     request_id: RequestId
     row: Count
     start: Count  # upper bound; the device row holds the true length
-    count: Count
-    num_drafts: Count
+    count: Count  # with the drafts
+    num_drafts: Count  # of `count`, the last tokens are drafts; all of them and the token before them are sampled
     wants_sample: bool
 
 
@@ -132,6 +132,8 @@ class Plan(msgspec.Struct, tag="plan", array_like=True, gc=False):
     copies: Copies = []  # executed before the forward pass, in order
     snapshots: Copies = []  # executed after the forward pass
     may_mask: bool = False  # some row may have a grammar, so sampling waits for the masks
+    # Plan index -> drafts of a row that come from the host. A row with drafts is in one step in flight only.
+    drafts: dict[Count, Annotated[list[Count], Meta(max_length=MAX_DRAFTS)]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -154,12 +156,14 @@ class TokenLogprobs:
 
 
 class StepOutput(msgspec.Struct, array_like=True, gc=False):
-    """Results per plan row, in plan order; `tokens[i]` is empty if row i did not sample. Keys are plan indices."""
+    """Results per plan row, in plan order; `tokens[i]` is empty if row i did not sample. Keys are plan indices.
+
+    A row with drafts returns the accepted ones and the token sampled after them: `len(tokens[i]) - 1` were accepted.
+    """
 
     step: StepNumber
     tokens: Annotated[list[TokenIds], Meta(max_length=MAX_VALUES)]
     logprobs: dict[int, list[TokenLogprobs]] = {}  # one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # one per prompt token
-    drafts: dict[int, list[int]] = {}
     pooled: dict[int, Vector] = {}  # pooled hidden states of the prompt
     bad_rows: Annotated[list[Count], Meta(max_length=MAX_VALUES)] = []  # rows for which no token could be sampled

@@ -85,8 +85,9 @@ class Request:
     # -- written by the scheduler
     planned: int = 0  # tokens that are computed or that some planned step computes
     computed: int = 0  # tokens whose state is in the cache
-    pending: int = 0  # sampled tokens in flight, which exist on the device only
+    pending: int = 0  # sampled tokens in flight, which exist on the device only, as many as can be at most
     inflight: int = 0  # number of steps in flight with this request
+    num_drafts: int = 0  # drafts in the step in flight; such a request is in one step only
     status: Status = Status.WAITING
     row: int = -1
     lease: CacheLease | None = None  # from the moment the request is queued
@@ -94,6 +95,8 @@ class Request:
     first_token_at: float = 0.0
     admitted_at: float = 0.0
     preemptions: int = 0
+    num_drafted: int = 0  # drafts that were verified, in all steps
+    num_accepted: int = 0  # of these, the accepted ones
     prompt_scored: int = 0  # prompt tokens whose logprobs were sent, since a preempted request computes them again
 
     @property
@@ -113,6 +116,8 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    accepted_prediction_tokens: int = 0  # drafts that became output
+    rejected_prediction_tokens: int = 0  # drafts that were verified in vain
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from quire.cache.index import CacheIndex
 from quire.engine.limits import SchedulerLimits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
+from quire.engine.speculation.seam import Drafter
 from quire.types import CacheSpec, CopyKind, Plan, Request, SamplingParams, StepOutput
 
 VOCAB = 50
@@ -136,19 +137,37 @@ class ShadowDevice:
             row = self.rows[planned.row]
             assert row.request_id == planned.request_id
             assert planned.start == row.computed, f"{planned.start=} but the row is at {row.computed}"
+            drafts = plan.drafts.get(index, [])
+            assert len(drafts) == planned.num_drafts
+            before, length = row.computed, len(row.tokens)
+            row.tokens += drafts
             self._compute(row, planned.count)
             tokens.append([])
             if planned.wants_sample:
                 assert row.computed == len(row.tokens), "sampled before it caught up"
-                token = next_token(digest_of(row.tokens), row.seed)
-                if masks and index in masks:
-                    allowed = [t for t in range(VOCAB) if masks[index][t // 8] >> (t % 8) & 1]
-                    token = allowed[token % len(allowed)]
-                row.tokens.append(token)
-                tokens[-1] = [token]
+                tokens[-1] = self._verify(row, length, drafts, masks.get(index) if masks else None)
+                if len(tokens[-1]) <= len(drafts):  # pages can be cut, a state is that of before the step again
+                    cut = len(drafts) + 1 - len(tokens[-1])
+                    row.computed = before if any(spec.kind == "state" for spec in self.specs) else row.computed - cut
+                row.tokens[length:] = tokens[-1]
         for copy in plan.snapshots:
             self._copy(copy.kind, copy.group, copy.source, copy.target)
         return StepOutput(plan.step, tokens)
+
+    def _verify(self, row: Row, length: int, drafts: list[int], masks: bytes | None) -> list[int]:
+        """What is sampled in each place, up to and with the first that is not the draft there."""
+        sampled: list[int] = []
+        width = len(masks) // (len(drafts) + 1) if masks else 0
+        for place in range(len(drafts) + 1):
+            token = next_token(digest_of(row.tokens[: length + place]), row.seed)
+            if masks:
+                mask = masks[place * width : (place + 1) * width]
+                allowed = [t for t in range(VOCAB) if mask[t // 8] >> (t % 8) & 1]
+                token = allowed[token % len(allowed)]
+            sampled.append(token)
+            if place < len(drafts) and token != drafts[place]:
+                break
+        return sampled
 
     def _compute(self, row: Row, count: int) -> None:
         start, end = row.computed, row.computed + count
@@ -234,6 +253,7 @@ class Rig:
     late: bool = False
     poison: set[int] = field(default_factory=set)
     order: str = "priority"
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         specs = MIXES[self.mix]
@@ -244,7 +264,7 @@ class Rig:
         self.cache = CacheIndex(specs, units, host, prefix_cache=self.prefix_cache)
         limits = SchedulerLimits(self.max_rows, self.max_batch_tokens, self.chunk_tokens, preemption=self.preemption,
                         order=self.order, depth=self.depth)  # fmt: skip
-        self.scheduler = Scheduler(self.cache, limits, clock=lambda: self.now)
+        self.scheduler = Scheduler(self.cache, limits, clock=lambda: self.now, drafter=self.drafter)
         self.device = ShadowDevice(self.cache, late=self.late, poison=self.poison)
         self.engine = Engine(self.scheduler, self.device, depth=self.depth)
         self.count = 0
@@ -254,11 +274,11 @@ class Rig:
 
     def add(self, prompt: list[int], *, max_tokens: int = 8, seed: int = 0, stop: frozenset[int] = frozenset(),
             priority: int = 0, deadline: float | None = None, sample_index: int = 0, salt: bytes = b"",
-            grammar: object = None) -> str:  # fmt: skip
+            grammar: object = None, speculate: bool = True) -> str:  # fmt: skip
         self.count += 1
         self.now += 0.001
         name = f"r{self.count}"
-        params = SamplingParams(max_tokens=max_tokens).resolve()
+        params = SamplingParams(max_tokens=max_tokens, speculate=speculate).resolve()
         request = Request(name, list(prompt), len(prompt), params, len(prompt) + max_tokens, stop, seed, sample_index,
                           priority, self.now, deadline, salt, grammar=grammar)  # fmt: skip
         self.engine.add(request)

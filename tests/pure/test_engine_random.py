@@ -10,6 +10,7 @@ import pytest
 
 from quire.cache.explain import pin
 from quire.types import CopyKind, Plan, StepOutput
+from tests.pure.drafting import RandomDrafter
 from tests.pure.remote_workers import RemoteWorkers
 from tests.pure.shadow import MIXES, Poisoned, Rig, random_prompt, reference_output
 
@@ -33,18 +34,19 @@ def test_random_moves_where_only_bytes_reach_the_workers(mix: str, depth: int) -
     assert isinstance(remote, RemoteWorkers) and len(remote.plan_bytes) >= rig.scheduler.stats.steps > 100
 
 
-def make_random_moves(mix: str, preemption: str, depth: int, remote: bool = False) -> Rig:
+def make_random_moves(mix: str, preemption: str, depth: int, remote: bool = False, moves: int = MOVES,
+                      drafter: RandomDrafter | None = None) -> Rig:  # fmt: skip
     print(f"seed {SEED}")
     rng = random.Random(f"{SEED}/{mix}/{preemption}/{depth}")
     mix, _, few = mix.partition(", ")
     rig = Rig(mix, preemption=preemption, depth=depth, late=rng.random() < 0.5, num_host=rng.choice([12, 40]),
-              num_window=rng.choice([8, 12, 15]) if few else None)  # fmt: skip
+              num_window=rng.choice([8, 12, 15]) if few else None, drafter=drafter)  # fmt: skip
     if remote:
         rig.engine.wrap(RemoteWorkers)
     pool: list[list[int]] = []
     expected: dict[str, list[int]] = {}
     ended_early: set[str] = set()
-    for _ in range(MOVES):
+    for _ in range(moves):
         move = rng.random()
         if move < 0.25 and len(rig.scheduler.requests) < 40:
             prompt, seed = random_prompt(rng, pool), rng.randrange(100)
@@ -55,7 +57,8 @@ def make_random_moves(mix: str, preemption: str, depth: int, remote: bool = Fals
             deadline = rig.now + rng.random() if rng.random() < 0.05 else None
             for index in range(rng.choice([1, 1, 1, 3])):
                 name = rig.add(prompt, max_tokens=max_tokens, seed=seed + index, stop=stop, deadline=deadline,
-                               priority=rng.choice([0, 0, 1]), salt=rng.choice([b"", b"", b"x"]))  # fmt: skip
+                               priority=rng.choice([0, 0, 1]), salt=rng.choice([b"", b"", b"x"]),
+                               speculate=drafter is None or rng.random() < 0.9)  # fmt: skip
                 expected[name] = reference_output(prompt, seed + index, max_tokens, stop)
         elif move < 0.29 and rig.scheduler.requests:
             name = rng.choice(list(rig.scheduler.requests))

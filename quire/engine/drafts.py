@@ -1,0 +1,88 @@
+"""Drafts in the scheduler: asks the drafter, reserves units for drafts in a plan, and settles them in the commit.
+
+Without a drafter nothing here costs anything. The rules that keep overlap right are here: a row with drafts is in
+one step in flight, drafts never preempt a request or take its room, and marks move by what was accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from quire.cache.draft_units import DraftUnits
+from quire.cache.index import CacheIndex
+from quire.engine.speculation.seam import Drafter, max_drafts
+from quire.types import Plan, PlanRow, Request
+
+Drafts = Mapping[str, list[int]]  # by request id
+NO_DRAFTS: Drafts = {}
+
+
+class PlannedDrafts:
+    """The drafts of one scheduler's steps. `drafter`: None without speculation."""
+
+    def __init__(self, drafter: Drafter | None, cache: CacheIndex):
+        self.drafter = drafter
+        self._units = DraftUnits(cache)
+        self._has_state = bool(cache.state)
+
+    def choose(self, decodes: Sequence[Request], has_prefills: bool, budget: int) -> Drafts:
+        """Return the drafts for the step being planned. Where prompts are to be computed, half of the budget that the
+        decodes leave is theirs."""
+        if self.drafter is None:
+            return NO_DRAFTS
+        ready = [r for r in decodes if not r.inflight and max_drafts(r) > 0]
+        spare = budget - len(decodes)
+        spare = spare // 2 if has_prefills else spare
+        return self.drafter.draft(ready, len(decodes), spare) if ready and spare > 0 else NO_DRAFTS
+
+    def waits(self, request: Request) -> bool:
+        """True if a request with a token in flight shall not be planned before that token is known."""
+        if self.drafter is None:
+            return False
+        return request.num_drafts > 0 or (request.params.speculate and self.drafter.waits(request))
+
+    def add(self, request: Request, chosen: Drafts, budget: int, margin: int, plan: Plan) -> int:
+        """Add a decode's drafts to the plan, whose next row is that of the request. Returns how many have room."""
+        drafts = chosen.get(request.id)
+        if drafts is None:
+            return 0
+        count = min(len(drafts), budget, max_drafts(request))
+        count = self._units.reserve(request, request.planned + 1, count, margin, plan) if count > 0 else 0
+        if count:
+            plan.drafts[len(plan.rows)] = drafts[:count]
+            request.num_drafts = count
+            request.pending += count
+        return count
+
+    def write_moved(self, request: Request, plan: Plan) -> None:
+        """Tell the device which slots hold the live state of a request, if rejected drafts have changed them."""
+        self._units.write_moved(request, plan)
+
+    def settle(self, request: Request, row: PlanRow, num_accepted: int, fence: int) -> None:
+        """Move a request's marks back behind the accepted drafts, and release what the others held.
+
+        Called once the row's tokens are appended. Recurrent state returns to that before the step.
+        """
+        rejected = row.num_drafts - num_accepted
+        request.pending -= row.num_drafts
+        request.num_drafts = 0
+        if rejected:
+            request.computed = row.start if self._has_state else request.computed - rejected
+        request.computed = min(request.computed, len(request.tokens))  # what follows the end was dropped
+        request.planned = request.computed
+        request.num_drafted += row.num_drafts
+        request.num_accepted += num_accepted
+        self._units.settle(request, rejected, fence)
+        if self.drafter is not None:
+            self.drafter.verified(request, row.num_drafts, num_accepted)
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Report how long a step took."""
+        if self.drafter is not None:
+            self.drafter.observe(plan, seconds)
+
+    def end(self, *requests: Request) -> None:
+        """Forget requests that have ended."""
+        if self.drafter is not None:
+            for request in requests:
+                self.drafter.end(request)

@@ -1,0 +1,79 @@
+"""The protocols of speculation: who guesses tokens, and who decides which guesses a step verifies.
+
+The scheduler calls a `Drafter` while it plans and commits; a drafter calls `Proposer`s. See the package's docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.types import Plan, Request
+from quire.types.bounds import MAX_DRAFTS
+
+
+@dataclass(slots=True)
+class Draft:
+    """Guesses of one request's next tokens, in order. An empty draft is no guess."""
+
+    tokens: list[int] = field(default_factory=list)
+    # survival[i]: probability that guesses 0 to i are all accepted, so it never rises. 1.0: certain (a grammar).
+    survival: list[float] = field(default_factory=list)
+    source: str = ""  # name of the proposer
+
+
+class Proposer(Protocol):
+    """A source of drafts."""
+
+    name: str
+
+    def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
+        """Return one draft per request, each of at most `budget` tokens. Every token of the requests has committed."""
+        ...
+
+    def end(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        ...
+
+
+class Drafter(Protocol):
+    """The choice of the drafts that a step verifies."""
+
+    def draft(self, requests: Sequence[Request], num_tokens: int, budget: int) -> Mapping[str, list[int]]:
+        """Return drafts by request id for the next step, at most `budget` tokens in all, none of them empty.
+
+        `requests` are those that decode and whose tokens have all committed; `num_tokens` is how many tokens the step
+        computes without drafts, at least.
+        """
+        ...
+
+    def waits(self, request: Request) -> bool:
+        """True if a request with a token in flight shall be planned only once that token is known, to draft after it.
+
+        Asked where steps overlap only. Such a request is in every second step.
+        """
+        ...
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Report what became of a request's drafts. Its tokens are those after the step."""
+        ...
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Report how long a step took."""
+        ...
+
+    def end(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        ...
+
+    def stats(self) -> dict[str, object]:
+        """Return the counters for `/v1/stats`."""
+        ...
+
+
+def max_drafts(request: Request) -> int:
+    """Return how many drafts can become output: the token sampled after the last one is the request's last."""
+    if not request.params.speculate:
+        return 0
+    return min(request.max_len - len(request.tokens) - 1, MAX_DRAFTS)

@@ -1,0 +1,62 @@
+"""Drafters for tests on the shadow device, which know what will be sampled and are right as often as they want."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from quire.engine.speculation.seam import Draft, max_drafts
+from quire.types import Plan, Request
+from tests.pure.shadow import VOCAB, digest_of, next_token
+
+
+class RandomDrafter:
+    """Implements `Drafter` and `Proposer`: drafts of random lengths, sometimes none, each token right with probability
+    `right`. With `waits` below 1 some requests with a token in flight are planned without drafts."""
+
+    name = "random"
+
+    def __init__(self, rng: random.Random, *, right: float = 0.6, silent: float = 0.3, longest: int = 6,
+                 waits: float = 1.0):  # fmt: skip
+        self._rng, self._right, self._silent, self._longest, self._waits = rng, right, silent, longest, waits
+        self.num_drafts = self.num_accepted = self.num_partial = 0
+        self.open: set[str] = set()
+
+    def draft(self, requests: Sequence[Request], num_tokens: int, budget: int) -> dict[str, list[int]]:
+        found = {}
+        for request, draft in zip(requests, self.propose(requests, budget), strict=True):
+            tokens = draft.tokens[: max_drafts(request)]
+            if tokens and len(tokens) <= budget:
+                found[request.id] = tokens
+                budget -= len(tokens)
+        return found
+
+    def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
+        drafts = []
+        for request in requests:
+            assert request.pending == request.num_drafts == 0, "its tokens are not all known"
+            self.open.add(request.id)
+            count = 0 if self._rng.random() < self._silent else self._rng.randint(1, self._longest)
+            tokens: list[int] = []
+            for _ in range(min(count, budget)):
+                token = next_token(digest_of(request.tokens + tokens), request.seed)
+                tokens.append(token if self._rng.random() < self._right else self._rng.randrange(VOCAB))
+            drafts.append(Draft(tokens, [self._right**i for i in range(1, len(tokens) + 1)], self.name))
+        return drafts
+
+    def waits(self, request: Request) -> bool:
+        return self._rng.random() < self._waits
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
+        self.num_partial += 0 < num_accepted < num_drafts
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        pass
+
+    def end(self, request: Request) -> None:
+        self.open.discard(request.id)
+
+    def stats(self) -> dict[str, object]:
+        return {}

@@ -67,7 +67,13 @@ def test_json_is_exactly_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         "text": "one two drei ü",
         "token_ids": [3, 3, 4, 1],
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 4},
+        "usage": {
+            "prompt_tokens": 1,
+            "cached_tokens": 0,
+            "completion_tokens": 4,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
         "timing": {"queue": 0.0, "first_token": 0.25, "total": 1.25},
     }
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from quire.kernels.table import RowOps
+from quire.kernels.upload import Arrays
 from quire.kernels.validation.failures import reason, report_unusable
 from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import EXACT, compare, finish_writes, normal
@@ -92,7 +93,8 @@ def _some_rows(specs: list[CacheSpec], max_len: int, vocab_size: int, device: to
             count = 1 if spec.kind == "state" else -(-length // page_tokens)
             writes.append(PageWrite(group, row, 0, [5 + row + 4 * page for page in range(count)]))
     keys = np.array([stream_key(row, 0) for row in ROWS], np.int64)
-    rows.apply(added, writes, {"keys": keys, "scales": np.array(SCALES[: len(ROWS)], np.float32)})
+    draws: Arrays = {"keys": keys, "scales": np.array(SCALES[: len(ROWS)], np.float32)}
+    rows.apply(Plan(0, added=added, page_writes=writes), draws)
     return rows
 
 

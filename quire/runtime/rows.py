@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.kernels.table import RowOps
 from quire.kernels.upload import Arrays, upload
 from quire.layers.step import PagedInputs, Samples, StateInputs, Step
-from quire.types import CacheSpec, PageWrite, Plan, RowInit
+from quire.types import CacheSpec, Plan
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ class DeviceRows:
     def __init__(self, max_rows: int, max_len: int, specs: list[CacheSpec], device: torch.device):
         self.device = device
         self.specs = specs
+        self.has_state = any(spec.kind == "state" for spec in specs)
         self.padding_row = max_rows
         self.max_len = max_len
         self._page_tokens = specs[0].page_tokens
@@ -57,12 +58,18 @@ class DeviceRows:
             for spec in specs
         ]
 
-    def apply(self, added: list[RowInit], writes: list[PageWrite], draws: Arrays) -> None:
-        """Writes added requests and page-table entries to the rows in one upload. `draws`: keys and scales of the added
-        rows, in their order."""
+    def apply(self, plan: Plan, draws: Arrays) -> None:
+        """Writes the plan's added requests, drafts and page-table entries to the rows in one upload. `draws`: keys and
+        scales of the added rows, in their order."""
+        added, writes = plan.added, plan.page_writes
         parts: dict[str, Arrays] = {}
+        runs: list[tuple[int, int, Sequence[int]]] = [(i.row, 0, i.tokens) for i in added]
+        for index, drafts in plan.drafts.items():  # a row with drafts is in one step only, so its start is certain
+            row = plan.rows[index]
+            runs.append((row.row, row.start + row.count - len(drafts), drafts))
+        if runs:
+            parts["tokens"] = _cells(runs, self.tokens.shape[1])
         if added:
-            parts["tokens"] = _cells([(i.row, 0, i.tokens) for i in added], self.tokens.shape[1])
             rows = np.array([i.row for i in added], np.int64)
             values = {"computed": np.array([i.computed for i in added], np.int64), **draws}
             parts |= {name: {"cells": rows, "values": value} for name, value in values.items()}
@@ -78,13 +85,12 @@ class DeviceRows:
         for name, part in sent.items():
             targets[name].view(-1).index_copy_(0, part["cells"], part["values"])
 
-    def gather(self, plan: Plan, samples_only: bool = False) -> Gathered:
+    def gather(self, plan: Plan, sample_bounds: list[int] | None = None) -> Gathered:
         """Gathers the step's inputs. True lengths are read from the rows, because the plan has only bounds of them.
-        `samples_only`: only the hidden states of sampled tokens are needed."""
+        `sample_bounds`: upper bounds of the samples' lengths, if only their hidden states are needed."""
         bounds = [row.start + row.count for row in plan.rows]
         sent = upload({"step": list_step(plan)}, self.device)["step"]
-        samples = [row.start + row.count for row in plan.rows if row.wants_sample] if samples_only else None
-        return self._gather(sent, [row.count for row in plan.rows], bounds, samples)
+        return self._gather(sent, [row.count for row in plan.rows], bounds, sample_bounds)
 
     def gather_fixed(self, sent: dict[str, Tensor], works: dict[str, Any]) -> Gathered:
         """Gathers a step's inputs from arrays on the device that are padded to a fixed size, as CUDA graphs need.
@@ -155,9 +161,9 @@ class DeviceRows:
                 groups[spec.group] = PagedInputs(table.index_select(0, rows), slots)
         return groups
 
-    def append(self, rows: Tensor, tokens: Tensor) -> None:
-        """Appends each row's sample. All tokens of a sampled row are computed, so the sample's index is `computed`."""
-        self.tokens[rows, self.computed[rows]] = tokens.to(torch.int32)
+    def append(self, rows: Tensor, lengths: Tensor, tokens: Tensor) -> None:
+        """Writes each sample behind the tokens it follows. What follows a rejected draft is overwritten later."""
+        self.tokens[rows, lengths] = tokens.to(torch.int32)
 
 
 def list_step(plan: Plan) -> Arrays:
@@ -174,6 +180,11 @@ def list_step(plan: Plan) -> Arrays:
         "sample_places": sampled,
         "sample_rows": rows[sampled],
     }
+    if plan.drafts:
+        each = 1 + np.array([plan.rows[place].num_drafts for place in sampled], np.int64)
+        behind = np.repeat(np.cumsum(each), each) - np.arange(1, each.sum() + 1)  # the row's samples after each sample
+        places = np.repeat(sampled, each)
+        host |= {"logits_index": ends[places] - 1 - behind, "sample_places": places, "sample_rows": rows[places]}
     if counts.sum() > len(counts):  # some rows compute several tokens
         host["places"] = np.repeat(np.arange(len(counts)), counts)
         host["offsets"] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quire.kernels.upload import send
 from quire.models.model import Model
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.rows import DeviceRows
+from quire.runtime.samples import StepSamples
 from quire.runtime.store import CacheStore
 from quire.sampling.batch import Batch, Histories
 from quire.sampling.logprobs import Logprobs, prompt_logprobs, to_records
@@ -90,7 +90,7 @@ class Runner:
             self._store.apply(plan.snapshots)
             return Forward(plan, decoded.rows, decoded.logits, {}, chosen=decoded.chosen)
         samples_only = not (self._pooling or self._prompt_top)
-        if self._mixed is not None and samples_only:
+        if self._mixed is not None and samples_only and not plan.drafts:
             sampled = [row.row for row in plan.rows if row.wants_sample]
             plain = not plan.may_mask and self._sampling.is_plain(sampled)
             computed = self._mixed.run(plan, choose=plain)
@@ -100,7 +100,8 @@ class Runner:
                     return Forward(plan, None, None, {})
                 logits = self._model.logits(computed.hidden) if computed.chosen is None else None
                 return Forward(plan, computed.rows, logits, {}, chosen=computed.chosen)
-        gathered = self._rows.gather(plan, samples_only)
+        samples = StepSamples.of(plan)
+        gathered = self._rows.gather(plan, samples.bounds if samples_only else None)
         step = gathered.step
         hidden = self._model.forward(step, self._store.tensors)  # [tokens, width], or [samples, width]
         self._store.apply(plan.snapshots)
@@ -117,13 +118,14 @@ class Runner:
             return StepTicket(forward, forward.chosen)
         if forward.logits is None or forward.rows is None:
             return StepTicket(forward)
-        sampling_rows = [row for row in forward.plan.rows if row.wants_sample]
-        batch = self._sampling.gather([row.row for row in sampling_rows])
-        bounds = [row.start + row.count for row in sampling_rows]
-        histories = Histories(self._rows.tokens, forward.rows, self._rows.computed[forward.rows], bounds)
-        mask = self._unpack(forward.plan, masks) if masks else None
+        rows, samples = forward.rows, StepSamples.of(forward.plan)
+        batch = self._sampling.gather(samples.rows)
+        lengths = samples.lengths(self._rows.computed[rows])
+        histories = Histories(self._rows.tokens, rows, lengths, samples.bounds)
+        mask = samples.masks(masks, self._model.vocab_size, self._rows.device) if masks else None
         sampled = self._sampler.sample(forward.logits, batch, histories, mask)
-        self._rows.append(forward.rows, sampled.tokens)
+        self._rows.append(rows, lengths, sampled.tokens)
+        samples.settle(self._rows, sampled.tokens, sampled.bad)
         return StepTicket(forward, sampled, batch)
 
     def warm_ups(self) -> Iterator[None]:
@@ -149,7 +151,7 @@ class Runner:
         counts = [1] * num_decodes + [min(most, num_tokens - begin) for begin in range(0, num_tokens, most)]
         count = len(counts)
         plan = Plan(0, [PlanRow("", padding, 0, tokens, 0, True) for tokens in counts])
-        gathered = self._rows.gather(plan, samples_only=True)
+        gathered = self._rows.gather(plan, counts)
         logits = self._model.logits(self._model.forward(gathered.step, self._store.tensors))
         batch = self._sampling.gather([padding] * count)
         zeros = torch.zeros_like(gathered.sample_rows)
@@ -172,7 +174,7 @@ class Runner:
                 self._pooling[init.row] = Pooling(init.params.pooling, init.prompt_len)
         self._store.apply(plan.copies)
         draws = self._sampling.draws([init.row for init in plan.added]) if plan.added else {}
-        self._rows.apply(plan.added, plan.page_writes, draws)
+        self._rows.apply(plan, draws)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor) -> dict[int, tuple[Logprobs, int]]:
         """Scores this chunk's prompt tokens in rows with prompt logprobs: plan index -> (scores, alternatives)."""
@@ -202,20 +204,6 @@ class Runner:
                     found[index] = pooling.result()
             begin += row.count
         return found
-
-    def _unpack(self, plan: Plan, masks: Mapping[int, bytes]) -> Tensor:
-        """Returns grammar masks as [samples, ceil(vocab / 32)] int32, one bit per token; without a mask all are
-        allowed."""
-        num_words = -(-self._model.vocab_size // 32)
-        words = torch.full((sum(row.wants_sample for row in plan.rows), num_words), -1, dtype=torch.int32)
-        place = 0
-        for index, row in enumerate(plan.rows):
-            if row.wants_sample:
-                if index in masks:
-                    bits = bytearray(masks[index].ljust(4 * num_words, b"\0"))
-                    words[place] = torch.frombuffer(bits, dtype=torch.int32)
-                place += 1
-        return send(words, self._rows.device)
 
 
 class Pooling:
@@ -260,9 +248,5 @@ class StepTicket:
         if self._copied is not None:
             self._copied.synchronize()
         host = to_host(self._sampled, self._batch.logprobs if self._batch is not None else None)
-        places = [index for index, row in enumerate(plan.rows) if row.wants_sample]
-        for index, token in zip(places, host.tokens, strict=True):
-            output.tokens[index] = [token]
-        output.bad_rows = [places[sample] for sample in host.bad]
-        output.logprobs = {places[sample]: [record] for sample, record in host.logprobs.items()}
+        StepSamples.of(plan).fill(output, host)
         return output

@@ -19,6 +19,7 @@ from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
+from quire.engine.speculation.build import make_drafter
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles
@@ -213,7 +214,7 @@ def build_model_engine(
     runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
     workers = GuardedWorkers(runner, device, on_failure=on_failure)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
-    scheduler = Scheduler(cache, limits)
+    scheduler = Scheduler(cache, limits, drafter=make_drafter(config.engine.speculate))
     engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
     return engine, memory
 

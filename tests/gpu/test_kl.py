@@ -72,7 +72,7 @@ def quire_logprobs(split: int, **how: Any) -> Tensor:
     writes = [PageWrite(0, r, 0, list(range(1 + r * pages, 1 + (r + 1) * pages))) for r in range(num_rows)]
     runner._apply(Plan(0, added=added, page_writes=writes))
     plan = Plan(1, [PlanRow(f"r{r}", r, 0, split, 0, True) for r in range(num_rows)])
-    step = rows.gather(plan, False).step
+    step = rows.gather(plan).step
     logits = model.logits(model.forward(step, caches)).float().log_softmax(-1)
     found = [logits.view(num_rows, split, -1).cpu()]
     for place in range(split, length):  # the row's own next token is the text's: nothing is sampled
@@ -80,7 +80,7 @@ def quire_logprobs(split: int, **how: Any) -> Tensor:
             logits = runner._graphs.run(list(range(num_rows)), choose=False).logits
         else:
             plan = Plan(1, [PlanRow(f"r{r}", r, place, 1, 0, True) for r in range(num_rows)])
-            logits = model.logits(model.forward(rows.gather(plan, False).step, caches))
+            logits = model.logits(model.forward(rows.gather(plan).step, caches))
         found.append(logits.float().log_softmax(-1).cpu()[:, None])
     return torch.cat(found, 1)
 

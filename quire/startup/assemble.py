@@ -20,6 +20,7 @@ from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation.build import make_drafter
+from quire.engine.speculation.seam import Drafter
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles
@@ -193,8 +194,10 @@ def build_model_engine(
     weights: int = 0,
     findings: Findings | None = None,
     on_failure: Callable[[], None] | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[Engine, MemoryPlan]:
-    """Returns the engine of a loaded model. `on_failure`: called when a step fails, see `GuardedWorkers`."""
+    """Returns the engine of a loaded model. `on_failure`: called when a step fails, see `GuardedWorkers`. `drafter`:
+    None for that of the config."""
     limits = resolve_limits(config, device)
     memory = plan_model_memory(model, config, limits, device, available_memory(device), weights, max_model_len)
     checksums = config.cache.swap_checksums
@@ -214,7 +217,7 @@ def build_model_engine(
     runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
     workers = GuardedWorkers(runner, device, on_failure=on_failure)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
-    scheduler = Scheduler(cache, limits, drafter=make_drafter(config.engine.speculate))
+    scheduler = Scheduler(cache, limits, drafter=drafter or make_drafter(config.engine.speculate))
     engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
     return engine, memory
 

@@ -14,6 +14,7 @@ import torch
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
+from quire.engine.speculation.seam import Drafter
 from quire.files.source import resolve_model
 from quire.models.loading.loader import LoadedModel, load_model
 from quire.models.model import Model
@@ -55,10 +56,10 @@ def ragged_prompts(vocab: int, seed: int = 5) -> list[list[int]]:
 
 
 def make_engine(model: Model, *, late: bool = False, max_len: int = 256, device: torch.device = CPU,
-                **knobs: Any) -> Engine:  # fmt: skip
+                drafter: Drafter | None = None, **knobs: Any) -> Engine:  # fmt: skip
     # Without a target time, so that the schedule is the same however busy the machine is.
     knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": 4, "step_target_ms": 0, **knobs}
-    engine, _ = build_model_engine(model, override_config(Config(), knobs), max_len, device)
+    engine, _ = build_model_engine(model, override_config(Config(), knobs), max_len, device, drafter=drafter)
     if late:
         engine.workers = LateDevice(engine.workers)
     return engine

@@ -1,13 +1,19 @@
-"""Drafters for tests on the shadow device, which know what will be sampled and are right as often as they want."""
+"""A drafter for tests, which knows what will be sampled and is right as often as it wants."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.engine.speculation.seam import Draft, max_drafts
 from quire.types import Plan, Request
 from tests.pure.shadow import VOCAB, digest_of, next_token
+
+Oracle = Callable[[Request, list[int]], int]  # request, tokens that follow its own -> the token that comes then
+
+
+def shadow_oracle(request: Request, tokens: list[int]) -> int:
+    return next_token(digest_of(request.tokens + tokens), request.seed)
 
 
 class RandomDrafter:
@@ -17,8 +23,9 @@ class RandomDrafter:
     name = "random"
 
     def __init__(self, rng: random.Random, *, right: float = 0.6, silent: float = 0.3, longest: int = 6,
-                 waits: float = 1.0):  # fmt: skip
+                 waits: float = 1.0, oracle: Oracle = shadow_oracle, vocab: int = VOCAB):  # fmt: skip
         self._rng, self._right, self._silent, self._longest, self._waits = rng, right, silent, longest, waits
+        self._oracle, self._vocab = oracle, vocab
         self.num_drafts = self.num_accepted = self.num_partial = 0
         self.open: set[str] = set()
 
@@ -39,8 +46,8 @@ class RandomDrafter:
             count = 0 if self._rng.random() < self._silent else self._rng.randint(1, self._longest)
             tokens: list[int] = []
             for _ in range(min(count, budget)):
-                token = next_token(digest_of(request.tokens + tokens), request.seed)
-                tokens.append(token if self._rng.random() < self._right else self._rng.randrange(VOCAB))
+                is_right = self._rng.random() < self._right
+                tokens.append(self._oracle(request, tokens) if is_right else self._rng.randrange(self._vocab))
             drafts.append(Draft(tokens, [self._right**i for i in range(1, len(tokens) + 1)], self.name))
         return drafts
 

@@ -23,7 +23,7 @@ from quire.layers.linear import Linear
 from quire.models.loading import loader
 from quire.startup.assemble import build_model_engine
 from quire.startup.cache_plan import memory_report
-from quire.types import SamplingParams
+from quire.types import Request, SamplingParams
 from tests.cpu.families.decoded import decode_into
 from tests.cpu.families.fp8_in_torch import STORED, Fp8InTorch
 from tests.cpu.families.harness import (
@@ -39,6 +39,7 @@ from tests.cpu.families.harness import (
     run,
 )
 from tests.cpu.rig import CPU, load, make_request
+from tests.pure.drafting import Oracle, RandomDrafter
 
 LAST_ALONE = PROMPT_LENS[-1] - 1  # chunks of the longest prompt: its last token comes alone, perhaps by another path
 
@@ -220,6 +221,35 @@ def check_fp8(case: Case) -> None:
     assert relative_error(case.logits(model, LAST_ALONE), case.reference_logits(case.prompts[-1])) <= 1e-4
 
 
+def known_answers(prompts: list[list[int]], answers: list[list[int]]) -> Oracle:
+    """What a request will sample, looked up by what it has: the answers of a run without drafts."""
+    whole = [prompt + tokens for prompt, tokens in zip(prompts, answers, strict=True)]
+
+    def oracle(request: Request, tokens: list[int]) -> int:
+        seen = request.tokens + tokens
+        found = next((one for one in whole if one[: len(seen)] == seen and len(one) > len(seen)), None)
+        return 0 if found is None else found[len(seen)]
+
+    return oracle
+
+
+def check_speculation(case: Case) -> None:
+    """Drafts that are right now and then, sometimes none: at depth 1 in chunks and over a warm prefix, at depth 2 with
+    victims that go to the host."""
+    oracle = known_answers(case.prompts, case.expected)
+    for depth in (1, 2):
+        drafter = RandomDrafter(random.Random(depth), right=0.75, silent=0.2, oracle=oracle, vocab=VOCAB, waits=0.7)
+        more: dict[str, Any] = {} if depth == 1 else {"num_pages": case.small_pool, "late": True, "preemption": "swap",
+                                                      "max_rows": len(case.prompts) // 2}  # fmt: skip
+        engine = case.engine(chunk_tokens=CHUNK, depth=depth, drafter=drafter, order="priority", **more)
+        for _ in range(2 if depth == 1 else 0):
+            assert run(engine, case.prompts) == case.expected
+        if depth == 2:
+            assert run_pushing_out(engine, case.prompts) == case.expected
+            assert engine.scheduler.stats.swaps > 0
+        assert drafter.num_partial >= 3 and drafter.num_accepted > 30 and not drafter.open
+
+
 CHECKS: dict[str, Callable[[Case], None]] = {
     "logits": check_logits,
     "chunks": check_chunks,
@@ -229,6 +259,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "depth 2": check_overlap,
     "depth 2, swap": check_overlap_swap,
     "depth 2, recompute": check_overlap_recompute,
+    "speculation": check_speculation,
     "memory": check_memory,
     "float16": check_float16,
     "fp8": check_fp8,

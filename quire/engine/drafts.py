@@ -25,14 +25,14 @@ class PlannedDrafts:
         self._units = DraftUnits(cache)
         self._has_state = bool(cache.state)
 
-    def choose(self, decodes: Sequence[Request], has_prefills: bool, budget: int) -> Drafts:
+    def choose(self, decodes: Sequence[Request], has_prompts: bool, budget: int) -> Drafts:
         """Return the drafts for the step being planned. Where prompts are to be computed, half of the budget that the
         decodes leave is theirs."""
         if self.drafter is None:
             return NO_DRAFTS
         ready = [r for r in decodes if not r.inflight and max_drafts(r) > 0]
         spare = budget - len(decodes)
-        spare = spare // 2 if has_prefills else spare
+        spare = spare // 2 if has_prompts else spare
         return self.drafter.draft(ready, len(decodes), spare) if ready and spare > 0 else NO_DRAFTS
 
     def waits(self, request: Request) -> bool:

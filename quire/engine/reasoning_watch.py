@@ -46,6 +46,13 @@ class ReasoningWatch:
         place = self._num_tokens - self._budget
         return self._closing[place] if 0 <= place < len(self._closing) else None
 
+    @property
+    def rest_of_closing(self) -> list[int]:
+        """The tokens of the end marker that a spent budget still forces, in order."""
+        if self.forced is None or self._budget is None:
+            return []
+        return list(self._closing[self._num_tokens - self._budget :])
+
     def skip(self) -> None:
         """Record that the answer has begun without reasoning."""
         self.is_before = False

@@ -127,7 +127,8 @@ class Scheduler:
                 (decodes if behind == 1 else prefills).append(request)
         budget = self._chunking.budget(len(decodes), prefills[0].planned if prefills else 0)
         budget = min(budget, self.step_cap)
-        drafts = self._drafts.choose(decodes, bool(prefills), budget) if self._only is None else NO_DRAFTS
+        has_prompts = bool(prefills) or bool(self.waiting)
+        drafts = self._drafts.choose(decodes, has_prompts, budget) if self._only is None else NO_DRAFTS
         budget, preempted = self._plan_rows(decodes + prefills, len(decodes), budget, plan, self._make_room, drafts)
         preempting = preempting or preempted
         if not preempting:  # a waiting request must not take the room of one that was just preempted

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from copy import copy
 from typing import Any
 
 from quire.engine.grammar.canonical_tokens import Encode
@@ -24,7 +25,7 @@ from quire.engine.grammar.source import (
     explain_schema,
     library_grammar,
 )
-from quire.engine.grammar.vocabulary import GrammarVocabulary, one_token_mask, with_token
+from quire.engine.grammar.vocabulary import GrammarVocabulary, allows, one_token_mask, with_token
 from quire.engine.reasoning_watch import ReasoningWatch
 from quire.types import GrammarSpec, Plan, QuireError, Request
 
@@ -115,6 +116,47 @@ class Grammar:
             return self.settled_mask()
         opening = self._watch.next_of_opening
         return mask[: self.mask_bytes] if opening is None else with_token(mask[: self.mask_bytes], opening)
+
+    def draft_masks(self, tokens: Sequence[int], start: int, drafts: Sequence[int]) -> bytes:
+        """Return the masks after `tokens` and after each draft, joined. Behind a draft that is not allowed they do not
+        matter, since it can't be accepted."""
+        self.advance(tokens, start)
+        probe, masks = self._probe(), [self._next_mask()]
+        for draft in drafts:
+            if not allows(masks[-1], draft):
+                break
+            probe._follow(draft)
+            masks.append(probe._next_mask())
+        missing = len(drafts) + 1 - len(masks)
+        return b"".join(masks) + self._vocabulary.full_mask * missing
+
+    def count_allowed(self, tokens: Sequence[int], start: int, drafts: list[int]) -> int:
+        """Return how many of the drafts may follow. Reasoning is not constrained, nor what follows it in one draft."""
+        matcher = self.advance(tokens, start)
+        if matcher is not None:
+            return int(matcher.validate_tokens(drafts))
+        forced = self.forced
+        return int(self.error is None and (forced is None or drafts[:1] == [forced])) and len(drafts)
+
+    def forced_tokens(self, tokens: Sequence[int], start: int) -> list[int]:
+        """Return the tokens that must follow; empty if there is a choice."""
+        matcher = self.advance(tokens, start)
+        if matcher is None:
+            return self._watch.rest_of_closing if self.error is None else []
+        return [] if self._watch.next_of_opening is not None else list(matcher.compute_ff_tokens())
+
+    def _probe(self) -> Grammar:
+        """Return a copy at the same position, to follow tokens that may never come."""
+        probe = copy(self)
+        probe._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        probe._watch, probe._followed = copy(self._watch), []
+        return probe
+
+    def _next_mask(self) -> bytes:
+        """Return the mask at the position that has been reached."""
+        if self.is_binding and not self._ended and self.error is None:
+            return self.checked(self._matcher.compute_bitmask())
+        return self.settled_mask()
 
     def charge(self, seconds: float) -> None:
         """Record the time of a mask. The grammar fails after `MAX_SLOW` slow ones, since they delay the whole batch."""
@@ -270,6 +312,11 @@ class MaskFiller:
                 continue
             grammar = request.grammar
             assert isinstance(grammar, Grammar), "a request is queued with its grammar compiled"
+            if row.num_drafts:
+                began = time.thread_time()
+                masks[index] = grammar.draft_masks(request.tokens, request.prompt_len, plan.drafts[index])
+                grammar.charge((time.thread_time() - began) / (row.num_drafts + 1))
+                continue
             matcher = grammar.advance(request.tokens, request.prompt_len)
             if matcher is not None:
                 asked.append((index, grammar, matcher))

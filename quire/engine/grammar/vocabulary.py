@@ -92,3 +92,7 @@ def with_token(mask: bytes, token_id: int) -> bytes:
     """Return the mask with one more token allowed."""
     place = token_id >> 3
     return mask[:place] + bytes([mask[place] | 1 << (token_id & 7)]) + mask[place + 1 :]
+
+
+def allows(mask: bytes, token_id: int) -> bool:
+    return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)

@@ -5,8 +5,8 @@ The parts and who calls whom:
 - `seam` has the protocols. A `Proposer` guesses: it gets requests (their tokens so far are `Request.tokens`) and
   returns a `Draft` for each, with the probability that each guess survives. The `Drafter` decides: the scheduler asks
   it once per plan which drafts the step shall verify, and tells it what became of them.
-- One file per proposer (`ngram`). A proposer keeps what it needs per request id, forgets it in `end`, and costs little
-  when it has nothing to say. It may return nothing at any time.
+- One file per proposer (`forced` by a grammar, `ngram`). A proposer keeps what it needs per request id, forgets it in
+  `end`, and costs little when it has nothing to say. It may return nothing at any time.
 - `stack` is the drafter: it asks the proposers in order, and takes the first answer.
 - `build` makes a drafter of the setting `speculate`.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quire.engine.speculation.forced import ForcedProposer
 from quire.engine.speculation.ngram import NgramProposer
 from quire.engine.speculation.seam import Drafter, Proposer
 from quire.engine.speculation.stack import ProposerStack
 from quire.types import QuireError
 
-PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer}
+PROPOSERS: dict[str, Callable[[], Proposer]] = {"grammar": ForcedProposer, "ngram": NgramProposer}
 
 
 def make_drafter(speculate: str) -> Drafter | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from quire.engine.speculation.forced import cut_to_grammar
 from quire.engine.speculation.seam import Draft, Proposer, max_drafts
 from quire.types import Plan, Request
 
@@ -29,12 +30,12 @@ class ProposerStack:
             if not silent:
                 break
             for request, draft in zip(silent, self._ask(proposer, silent), strict=True):
-                count = min(self._useful(draft), max_drafts(request), budget)
-                if count > 0:
-                    found[request.id] = draft.tokens[:count]
+                tokens = draft.tokens[: min(self._useful(draft), max_drafts(request), max(budget, 0))]
+                if tokens and (tokens := cut_to_grammar(request, tokens)):
+                    found[request.id] = tokens
                     self._sources[request.id] = proposer.name
-                    self._counts[proposer.name, "drafted"] += count
-                    budget -= count
+                    self._counts[proposer.name, "drafted"] += len(tokens)
+                    budget -= len(tokens)
             silent = [request for request in silent if request.id not in found]
         return found
 

@@ -358,7 +358,7 @@ class Scheduler:
             reason = None
             if bad_rows and index in bad_rows:
                 reason = fail_row(request, delta)
-                self.cache.scrub(request)  # others will use the units
+                self.cache.scrub(request)
             elif row.wants_sample:
                 request.pending -= 1
                 delta.logprobs = output.logprobs.get(index)

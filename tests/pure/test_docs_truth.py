@@ -76,7 +76,9 @@ def test_the_cpu_build_meets_the_pin() -> None:
 
 
 def test_the_types_that_stay_in_their_blocks_are_named() -> None:
-    sentence = re.search(r"stay in their own blocks, [^.]*? where these are ([^.]*?), and in their own floats", SENTENCES)
+    sentence = re.search(
+        r"stay in their own blocks, [^.]*? where these are ([^.]*?), and in their own floats", SENTENCES
+    )
     assert sentence is not None
     floats = re.search(r"own floats where they are (\w+), (\w+) or (\w+)", SENTENCES)
     assert floats is not None

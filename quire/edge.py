@@ -16,7 +16,7 @@ from typing import Any
 from quire.text.conversation import AssistantMessage, ChatRenderer, ChatTurn, make_conversation
 from quire.text.delta_decoder import DeltaDecoder
 from quire.text.prompts import encode_chat, encode_within, render_chat
-from quire.text.resolve import resolve_params
+from quire.text.resolve import prediction_too_long, resolve_params
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.types import (
@@ -160,11 +160,16 @@ class Edge:
         if self.tokenizer is not None:
             params = resolve_params(params, self.tokenizer)
             params = self._without_unknown(params) if self._knows_more else params
-        elif params.stop or params.bad_words or params.dry_multiplier:
-            raise QuireError(
-                "no_tokenizer", "Stop strings, bad words and DRY need a tokenizer, which this model does not have."
-            )
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
+        elif params.stop or params.bad_words or params.dry_multiplier or params.prediction:
+            what = "Stop strings, bad words, DRY and predictions need a tokenizer, which this model does not have."
+            raise QuireError("no_tokenizer", what)
+        if len(params.prediction_ids) > self.max_len:
+            raise prediction_too_long(len(params.prediction_ids), self.max_len)
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", [i for i, _ in params.logit_bias]),
+            ("prediction_ids", params.prediction_ids),
+        ):
             if any(not 0 <= i < self.vocab_size for i in ids):
                 what = f"{name} names a token outside the vocabulary (0 to {self.vocab_size - 1})."
                 raise QuireError("invalid_parameter", what, param=name)
@@ -218,12 +223,13 @@ class Edge:
             )
 
     def _without_unknown(self, params: SamplingParams) -> SamplingParams:
-        """Removes token ids that the model does not have, and can't sample, from bans and DRY breakers."""
+        """Removes token ids that the model does not have, and can't sample, from bans, DRY breakers and predictions."""
         size = self.vocab_size
         return replace(
             params,
             bad_token_ids=tuple(ids for ids in params.bad_token_ids if max(ids, default=0) < size),
             dry_breaker_ids=tuple(token for token in params.dry_breaker_ids if token < size),
+            prediction_ids=tuple(token for token in params.prediction_ids if token < size),
         )
 
     def _check_ids(self, prompt: Sequence[Any]) -> list[int]:

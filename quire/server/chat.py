@@ -24,8 +24,9 @@ from quire.server.textwork.tasks import (
 )
 from quire.text.channels import choose_reasoning
 from quire.text.conversation import ChatTurn, Conversation, answer_format, choose_tool_format
+from quire.text.resolve import prediction_too_long
 from quire.text.template import template_source
-from quire.types import GrammarSpec, SamplingParams
+from quire.types import GrammarSpec, PromptTooLong, SamplingParams
 
 INLINE_CHARS = 256  # texts up to this length are encoded on the event loop, in less than a millisecond
 COUNTED_TOKENS = 1 << 20  # token limit of routes that only count or show tokens, which the context does not bound
@@ -79,6 +80,13 @@ class ChatPrompts:
     async def resolve(self, params: SamplingParams) -> SamplingParams:
         """The effective parameters, with the model's defaults filled in and words as token ids."""
         params = params.resolve(self._edge.defaults)
+        if params.prediction:
+            task = EncodeText(params.prediction, self._max_prompt, False)
+            try:
+                ids = unpack_ids((await self._work.run(task)).ids)
+            except PromptTooLong as error:
+                raise prediction_too_long(error.count, self._max_prompt) from None
+            params = replace(params, prediction=None, prediction_ids=tuple(ids))
         breakers = params.dry_breakers if params.dry_multiplier > 0 else ()
         if not params.bad_words and not breakers:
             return params

@@ -52,6 +52,8 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     queue_seconds: float | None = None  # queue time of the first sample to end
     first_token_seconds: float | None = None
 
@@ -235,6 +237,8 @@ class GenerationRun:
     def _add_usage(self, name: str, usage: Usage) -> None:
         totals, first_of_prompt = self.totals, self._samples[name].request.sample_index == 0
         totals.completion_tokens += usage.completion_tokens
+        totals.accepted_prediction_tokens += usage.accepted_prediction_tokens
+        totals.rejected_prediction_tokens += usage.rejected_prediction_tokens
         if first_of_prompt:
             totals.prompt_tokens += usage.prompt_tokens
             totals.cached_tokens += usage.cached_tokens

@@ -103,6 +103,7 @@ class Sampling(Service):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
+    speculate: bool | None = None
 
 
 _SHARED = [name for name in Sampling.model_fields if name not in Service.model_fields]

@@ -16,8 +16,12 @@ MAX_BAD_WORD_TOKENS = 1 << 16  # of all words of a request together
 
 
 def resolve_params(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """Fill `bad_token_ids` from `bad_words` and, if DRY is on, `dry_breaker_ids` from `dry_breakers`."""
+    """Fill `prediction_ids` from `prediction`, `bad_token_ids` from `bad_words` and, if DRY is on, `dry_breaker_ids`
+    from `dry_breakers`."""
     changes: dict[str, Any] = {}
+    if params.prediction:
+        changes["prediction_ids"] = tuple(tokenizer.encode(params.prediction, add_special=False))
+        changes["prediction"] = None
     if params.bad_words:
         found = find_bad_words(params.bad_words, tokenizer)
         changes["bad_token_ids"] = tuple(dict.fromkeys([*params.bad_token_ids, *found]))
@@ -25,6 +29,12 @@ def resolve_params(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
         ids = {token_id for breaker in params.dry_breakers for token_id in tokenizer.ids_containing(breaker)}
         changes["dry_breaker_ids"] = tuple(sorted(ids.union(params.dry_breaker_ids)))
     return replace(params, **changes) if changes else params
+
+
+def prediction_too_long(count: int, limit: int) -> QuireError:
+    """Return the error of a prediction of `count` tokens, or at least so many, where the context has room for fewer."""
+    what = f"The prediction has {count} tokens or more, the model's limit is {limit} for prompt and output."
+    return QuireError("invalid_parameter", what, "Predict only the text that the answer will hold.", "prediction")
 
 
 def find_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:

@@ -103,7 +103,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None  # the constraint on the output
     speculate: bool = True  # False: no drafts for this request; its tokens are the same
-    # Token ids of bad_words and dry_breakers, filled in by the front end, which has the tokenizer.
+    prediction: str | None = None  # a text that the output is expected to resemble, which makes drafts
+    # Token ids of the prediction, bad_words and dry_breakers, filled in by the front end, which has the tokenizer.
+    prediction_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     dry_breaker_ids: tuple[int, ...] = ()
 
@@ -123,6 +125,8 @@ class SamplingParams:
             raise _bad("grammar", self.grammar, "must be a GrammarSpec, for instance GrammarSpec.json(schema)")
         if self.pooling is not None and self.pooling not in POOLINGS:
             raise _bad("pooling", self.pooling, "must be mean or last")
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            raise _bad("prediction", self.prediction, "must be a string")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _bad("min_tokens", self.min_tokens, f"is larger than max_tokens={self.max_tokens}")
         for name, limit in (

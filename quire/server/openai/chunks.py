@@ -20,7 +20,11 @@ def usage_body(totals: Totals, num_reasoning: int = 0) -> dict[str, Any]:
         "completion_tokens": totals.completion_tokens,
         "total_tokens": totals.prompt_tokens + totals.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": totals.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        "completion_tokens_details": {
+            "reasoning_tokens": num_reasoning,
+            "accepted_prediction_tokens": totals.accepted_prediction_tokens,
+            "rejected_prediction_tokens": totals.rejected_prediction_tokens,
+        },
     }
 
 

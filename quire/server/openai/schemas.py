@@ -96,6 +96,18 @@ class StructuredOutputs(Body):
     grammar: str | None = None
 
 
+class PredictedPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """Text that the output is expected to resemble; it makes drafts and never changes a token."""
+
+    type: Literal["content"]
+    content: str | Items[PredictedPart]
+
+
 class OpenAISampling(Sampling):
     model: Name | None = None
     stop: Stop | None = None
@@ -104,6 +116,7 @@ class OpenAISampling(Sampling):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
+    prediction: Prediction | None = None
     user: str | None = None
 
 

@@ -12,6 +12,7 @@ from quire.server.openai.schemas import (
     ContentPart,
     NamedTool,
     OpenAISampling,
+    Prediction,
     ResponseFormat,
     StructuredOutputs,
 )
@@ -30,7 +31,15 @@ def params_of(
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        prediction=None if body.prediction is None else _predicted_text(body.prediction),
     )
+
+
+def _predicted_text(prediction: Prediction) -> str | None:
+    """The text of a prediction; None for an empty one, which predicts nothing."""
+    content = prediction.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    return text or None
 
 
 def chat_params(body: ChatBody) -> SamplingParams:

@@ -1,0 +1,139 @@
+"""Drafts by suffix matching: what followed earlier occurrences of the longest context, voted on by all of them.
+
+Contexts are looked up in the request's own prompt and output, and in the outputs of earlier requests with the same
+salt, so that one tenant's texts never show in another's timing. Earlier outputs are kept in two generations of bounded
+size: when the young one is full it becomes the old one, whose predecessor is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from quire.engine.speculation.occurrences import Occurrences
+from quire.engine.speculation.seam import Draft
+from quire.types import Request
+
+CATCH_UP = 1024  # tokens indexed per request and call, so that a long prompt never holds up a step
+GENERATION = 1 << 14  # tokens of one generation of a salt's earlier outputs
+MAX_HISTORY = 1 << 18  # tokens of all salts together
+MAX_OUTPUT = 4096  # last tokens of an output that are kept
+BOUNDARY = -1  # stands between two outputs; no token has this id
+# Probability that the next token is right, by the number of matching tokens before it. Measured rates correct it.
+BY_MATCH = (0.0, 0.2, 0.4, 0.55, 0.65, 0.72, 0.77, 0.8, 0.83)
+LONG_MATCH, SURE = 16, 0.92  # from this many matching tokens on
+
+
+def chance_by_match(num_matching: int) -> float:
+    """Return the probability that the token after a match of this length is the one that followed before."""
+    if num_matching >= LONG_MATCH:
+        return SURE
+    return BY_MATCH[min(num_matching, len(BY_MATCH) - 1)]
+
+
+class OutputHistory:
+    """The outputs of one salt's earlier requests, in a young and an old generation."""
+
+    def __init__(self) -> None:
+        self.generations = [_new_index()]
+
+    def add(self, output: Sequence[int]) -> None:
+        young = self.generations[0]
+        if len(young.tokens) + len(output) > GENERATION and young.tokens:
+            young = _new_index()
+            self.generations = [young, self.generations[0]]
+        tokens = young.tokens
+        assert isinstance(tokens, list)
+        tokens.extend(output)
+        tokens.append(BOUNDARY)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(index.tokens) for index in self.generations)
+
+
+class SuffixProposer:
+    """Implements `Proposer`."""
+
+    name = "suffix"
+
+    def __init__(self, *, earlier_requests: bool = True, own_output: bool = True) -> None:
+        """`earlier_requests`: also match outputs of earlier requests. `own_output`: also match the request's output;
+        without it only its prompt is matched, which benchmarks use."""
+        self._own: dict[str, Occurrences] = {}
+        self._histories: OrderedDict[bytes, OutputHistory] = OrderedDict()  # by salt, least recently used first
+        self._earlier = earlier_requests
+        self._own_output = own_output
+
+    @property
+    def num_history_tokens(self) -> int:
+        return sum(history.num_tokens for history in self._histories.values())
+
+    def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
+        return [self._propose(request, budget) for request in requests]
+
+    def end(self, request: Request) -> None:
+        self._own.pop(request.id, None)
+        if not self._earlier or request.num_sampled < 1:
+            return
+        history = self._histories.setdefault(request.salt, OutputHistory())
+        self._histories.move_to_end(request.salt)
+        history.add(request.tokens[max(request.prompt_len, len(request.tokens) - MAX_OUTPUT) :])
+        while self.num_history_tokens > MAX_HISTORY and len(self._histories) > 1:
+            self._histories.popitem(last=False)
+
+    def check(self) -> None:
+        """Assert the bounds. Called by tests."""
+        for history in self._histories.values():
+            assert len(history.generations) <= 2
+            assert history.num_tokens <= 2 * (GENERATION + MAX_OUTPUT + 1)
+
+    def _propose(self, request: Request, budget: int) -> Draft:
+        end = request.tokens[-64:]
+        found = [
+            (index.tokens, place, matching) for index in self._indexes(request) for place, matching in index.find(end)
+        ]
+        return vote(found, budget, self.name) if found else Draft()
+
+    def _indexes(self, request: Request) -> list[Occurrences]:
+        """Return the indexes to search, brought up to date. None of the request's own while it catches up."""
+        own = self._own.get(request.id)
+        if own is None:
+            tokens = request.tokens if self._own_output else request.tokens[: request.prompt_len]
+            own = self._own[request.id] = Occurrences(tokens)
+        elif self._own_output and own.tokens is not request.tokens:
+            own.tokens = request.tokens  # the same tokens in another list
+        indexes = [own] if own.extend(CATCH_UP) else []
+        history = self._histories.get(request.salt) if self._earlier else None
+        if history is not None:
+            indexes += [index for index in history.generations if index.extend(CATCH_UP) or index.length]
+        return indexes
+
+
+def vote(found: Sequence[tuple[Sequence[int], int, int]], budget: int, source: str) -> Draft:
+    """Return the draft that most of the matches support. `found`: (tokens, place, matching tokens before it).
+
+    Each match votes for its next token with the square of its length; those that lose a vote drop out.
+    """
+    draft = Draft(source=source)
+    survival = 1.0
+    matches = list(found)
+    for step in range(budget):
+        votes: dict[int, int] = {}
+        for tokens, place, matching in matches:
+            at = place + step
+            if at < len(tokens) and tokens[at] != BOUNDARY:
+                votes[tokens[at]] = votes.get(tokens[at], 0) + matching * matching
+        if not votes:
+            break
+        token = max(votes, key=votes.__getitem__)
+        share = votes[token] / sum(votes.values())
+        matches = [m for m in matches if m[1] + step < len(m[0]) and m[0][m[1] + step] == token]
+        survival *= share * chance_by_match(max(m[2] for m in matches) + step)
+        draft.tokens.append(token)
+        draft.survival.append(survival)
+    return draft
+
+
+def _new_index() -> Occurrences:
+    return Occurrences([])

@@ -1,0 +1,74 @@
+"""Speculation through `LLM`: the same tokens as without, for every setting, greedy and sampled, with predictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, GrammarSpec, QuireError, SamplingParams
+from quire.engine.step_costs import StepCosts
+from tests.cpu.tiny_llm import make_tiny_llm
+
+TEXT = "the sky is blue because light is scattered " * 3
+PROMPTS = [TEXT, "why is the sky blue", f"repeat: {TEXT}"]
+GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=48, ignore_eos=True, repetition_penalty=1.1, logprobs=2)
+
+
+@pytest.fixture(autouse=True)
+def drafts_are_nearly_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether drafts are verified shall not depend on how busy the machine is."""
+    monkeypatch.setattr(StepCosts, "seconds", lambda self, num_tokens, num_keys: 1 + 0.01 * num_tokens)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llm(tmp_path_factory.mktemp("speculation") / "model")
+
+
+def outputs(folder: Path, params: SamplingParams, **settings: object) -> tuple[list[list[int]], int]:
+    """Return the tokens of all prompts, and how many drafts were accepted."""
+    with LLM(str(folder), dtype="float32", **settings) as llm:
+        done = llm.generate(PROMPTS, params)
+    return [one.token_ids for one in done], sum(one.usage.accepted_prediction_tokens for one in done)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("speculate", ["ngram", "suffix", "auto"])
+def test_tokens_are_those_without_speculation(folder: Path, speculate: str, params: SamplingParams) -> None:
+    plain, none = outputs(folder, params)
+    drafted, accepted = outputs(folder, params, speculate=speculate)
+    assert drafted == plain and none == 0
+    if params is GREEDY:
+        assert accepted > 0, "a tiny model repeats itself, which drafts find"
+
+
+def test_a_prediction_is_used_and_changes_no_token(folder: Path) -> None:
+    with LLM(str(folder), dtype="float32", speculate="auto") as llm:
+        (plain,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0.9, seed=3, max_tokens=60, speculate=False))
+        assert plain.usage.accepted_prediction_tokens == plain.usage.rejected_prediction_tokens == 0
+        params = SamplingParams(temperature=0.9, seed=3, max_tokens=60, prediction=plain.text)
+        (predicted,) = llm.generate(PROMPTS[:1], params)
+        assert predicted.token_ids == plain.token_ids
+        assert predicted.usage.accepted_prediction_tokens > 0
+
+
+def test_a_grammar_holds_with_drafts(folder: Path) -> None:
+    grammar = GrammarSpec.regex(r"the sky is (blue|red), the sky is (blue|red) and light is scattered")
+    params = SamplingParams(temperature=0.7, seed=11, max_tokens=64, grammar=grammar)
+    plain, _ = outputs(folder, params)
+    drafted, accepted = outputs(folder, params, speculate="auto")
+    assert drafted == plain and accepted > 0
+
+
+def test_a_prediction_longer_than_the_context_is_refused(folder: Path) -> None:
+    with LLM(str(folder), dtype="float32", max_model_len=64) as llm:
+        with pytest.raises(QuireError, match="prediction has") as caught:
+            llm.generate("why", SamplingParams(prediction="sky is " * 200))
+        assert caught.value.param == "prediction"
+
+
+def test_an_unknown_proposer_is_named(folder: Path) -> None:
+    with pytest.raises(QuireError, match="no proposer 'crystal'"):
+        LLM(str(folder), speculate="ngram,crystal")

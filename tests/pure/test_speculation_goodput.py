@@ -1,0 +1,227 @@
+"""The drafter that weighs drafts against time: what it learns of proposers and steps, and when it verifies drafts."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from quire.engine.speculation.goodput import AUDIT, EARLY_AUDITS, GoodputDrafter
+from quire.engine.speculation.seam import Draft
+from quire.engine.speculation.survival import SurvivalRecord
+from quire.engine.step_costs import StepCosts
+from quire.types import Plan, PlanRow, Request, SamplingParams
+
+SEED = int(os.environ.get("TEST_SEED", "7"))
+FIRST = 100  # tokens of every prompt
+
+
+class Guesses:
+    """Implements `Proposer`: drafts of fixed length, right with one probability, that claim another.
+
+    The right token after `n` tokens is `n`."""
+
+    def __init__(self, rng: random.Random, *, right: float, claimed: float, name: str = "guesses"):
+        self.name = name
+        self._rng, self.right, self._claimed = rng, right, claimed
+        self.num_calls = 0
+
+    def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
+        self.num_calls += 1
+        drafts = []
+        for request in requests:
+            start = len(request.tokens)
+            tokens = [start + i if self._rng.random() < self.right else 1 << 20 for i in range(min(budget, 6))]
+            drafts.append(Draft(tokens, [self._claimed ** (i + 1) for i in range(len(tokens))], self.name))
+        return drafts
+
+    def end(self, request: Request) -> None:
+        pass
+
+
+def request(name: str = "a", **params: object) -> Request:
+    return Request(name, list(range(FIRST)), FIRST, SamplingParams(**params), 1 << 20)  # type: ignore[arg-type]
+
+
+def run(drafter: GoodputDrafter, requests: list[Request], seconds: Callable[[int], float], steps: int) -> float:
+    """Run steps that take `seconds(tokens)`. Returns how many tokens came per second."""
+    total = made = 0.0
+    for number in range(steps):
+        drafts = drafter.draft(requests, len(requests), 512)
+        plan = Plan(number)
+        for one in requests:
+            guess = drafts.get(one.id, [])
+            plan.rows.append(PlanRow(one.id, 0, len(one.tokens) - 1, 1 + len(guess), len(guess), True))
+        total += seconds(plan.num_tokens)
+        drafter.observe(plan, seconds(plan.num_tokens))
+        for one in requests:
+            guess, start = drafts.get(one.id, []), len(one.tokens)
+            accepted = next((i for i, token in enumerate(guess) if token != start + i), len(guess))
+            one.tokens += range(start, start + accepted + 1)
+            made += accepted + 1
+            if guess:
+                drafter.verified(one, len(guess), accepted)
+    return made / total
+
+
+def flat(num_tokens: int) -> float:
+    """A device on which a draft is nearly free."""
+    return 1.0 + 0.02 * (num_tokens - 1)
+
+
+def steep(num_tokens: int) -> float:
+    """A device on which two tokens take as long together as alone."""
+    return float(num_tokens)
+
+
+def drafter_of(right: float, claimed: float = 0.5) -> tuple[GoodputDrafter, Guesses]:
+    guesses = Guesses(random.Random(SEED), right=right, claimed=claimed)
+    return GoodputDrafter([guesses]), guesses
+
+
+@pytest.mark.parametrize(("right", "least"), [(1.0, 5.0), (0.8, 2.7), (0.5, 1.6), (0.0, 0.97)])
+def test_right_drafts_are_verified_where_they_cost_little(right: float, least: float) -> None:
+    drafter, _ = drafter_of(right)
+    rate = run(drafter, [request()], flat, 3000)
+    assert rate >= least, f"{rate} tokens per step time, seed {SEED}"
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.7, 0.95])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_no_draft_is_verified_where_none_can_pay(right: float, rows: int) -> None:
+    drafter, _ = drafter_of(right, claimed=0.9)
+    rate = run(drafter, [request(str(i)) for i in range(rows)], steep, 3000)
+    assert rate >= 0.99, f"{rate} of the rate without drafts, seed {SEED}"
+
+
+def test_claims_are_corrected_by_what_comes() -> None:
+    """A proposer that is always sure and mostly wrong is found out, and one that is too modest is used."""
+    boaster, _ = drafter_of(0.05, claimed=0.99)
+    assert run(boaster, [request()], lambda n: 1.0 + 0.2 * (n - 1), 3000) >= 0.97
+    modest, _ = drafter_of(0.95, claimed=0.05)
+    assert run(modest, [request()], lambda n: 1.0 + 0.2 * (n - 1), 3000) >= 1.8
+
+
+def test_it_notices_when_speculation_begins_to_pay() -> None:
+    drafter, guesses = drafter_of(0.0)
+    ask = [request()]
+    run(drafter, ask, flat, 1000)
+    guesses.right = 1.0
+    assert run(drafter, ask, flat, 200) >= 3.0
+
+
+def test_proposers_rest_while_they_are_wrong() -> None:
+    drafter, guesses = drafter_of(0.0)
+    run(drafter, [request()], steep, 800)
+    assert guesses.num_calls < 800 / 6
+
+
+def test_the_gain_is_measured() -> None:
+    drafter, _ = drafter_of(1.0)
+    assert drafter.speedup == 1.0
+    rate = run(drafter, [request()], flat, 2000)
+    assert drafter.speedup == pytest.approx(rate, rel=0.1)
+    stats = drafter.stats()
+    assert stats["speedup"] == round(drafter.speedup, 3)
+    assert stats["by_position"]["guesses"][0] == 1.0  # type: ignore[index]
+
+
+def test_an_audit_does_the_other_choice() -> None:
+    """Where every draft is right some steps go without, and where none is worth it a few verify one."""
+    drafter, _ = drafter_of(1.0)
+    ask = request()
+    without = 0
+    for number in range(AUDIT // 16 * EARLY_AUDITS + 3 * AUDIT):
+        drafts = drafter.draft([ask], 1, 512)
+        without += not drafts and number > 0
+        guess = drafts.get("a", [])
+        drafter.observe(Plan(number, [PlanRow("a", 0, FIRST, 1 + len(guess), len(guess), True)]), flat(1 + len(guess)))
+        ask.tokens += range(len(ask.tokens), len(ask.tokens) + len(guess) + 1)
+    assert without == EARLY_AUDITS + 3
+
+
+def test_a_proposer_that_raises_is_barred_for_that_request_alone() -> None:
+    class Fragile(Guesses):
+        def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
+            if any(one.id == "bad" for one in requests):
+                raise RuntimeError("broken")
+            return super().propose(requests, budget)
+
+    fragile = Fragile(random.Random(SEED), right=1.0, claimed=0.9, name="fragile")
+    drafter = GoodputDrafter([fragile])
+    good, bad = request("good"), request("bad")
+    for _ in range(50):
+        run(drafter, [good, bad], flat, 1)
+    assert len(good.tokens) - FIRST > 100
+    assert len(bad.tokens) - FIRST == 50
+    assert drafter.stats()["fragile"]["failed"] == 1  # type: ignore[index]
+    drafter.end(bad)
+    assert not drafter._barred
+
+
+def test_the_first_proposer_that_speaks_is_taken() -> None:
+    class Silent(Guesses):
+        def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
+            return [Draft() for _ in requests]
+
+    rng = random.Random(SEED)
+    drafter = GoodputDrafter([Silent(rng, right=1, claimed=1, name="silent"), Guesses(rng, right=1.0, claimed=0.9)])
+    run(drafter, [request()], flat, 100)
+    stats = drafter.stats()
+    assert stats["silent"]["drafted"] == 0 < stats["guesses"]["accepted"]  # type: ignore[index]
+
+
+def test_no_more_is_drafted_than_can_become_output() -> None:
+    drafter, _ = drafter_of(1.0)
+    ask = request()
+    run(drafter, [ask], flat, 50)
+    ask.max_len = len(ask.tokens) + 3
+    assert len(drafter.draft([ask], 1, 512)["a"]) == 2
+    ask.max_len = len(ask.tokens) + 1
+    assert drafter.draft([ask], 1, 512) == {}
+
+
+def test_the_budget_bounds_a_step() -> None:
+    drafter, _ = drafter_of(1.0)
+    ask = [request(str(i)) for i in range(4)]
+    run(drafter, ask, flat, 40)
+    assert sum(map(len, drafter.draft(ask, 4, 7).values())) == 7
+
+
+def test_nothing_is_kept_of_requests_that_ended() -> None:
+    drafter, _ = drafter_of(0.5)
+    ask = [request(str(i)) for i in range(8)]
+    run(drafter, ask, flat, 20)
+    for one in ask:
+        drafter.end(one)
+    assert not drafter._appetites and not drafter._sources and not drafter._survival._watched
+
+
+def test_certain_guesses_stay_certain() -> None:
+    """A grammar forces tokens: no number of other failures makes them doubtful."""
+    record, ask = SurvivalRecord(), request()
+    for _ in range(50):
+        record.correct(ask, Draft([7], [0.9], "x"))
+        ask.tokens.append(8)
+        assert record.score(ask) == 0
+    assert record.correct(ask, Draft([1, 2, 3], [1.0, 1.0, 0.5], "x"))[:2] == [1.0, 1.0]
+    assert record.correct(ask, Draft([1], [0.9], "x"))[0] < 0.3
+
+
+def test_step_costs_are_interpolated_and_forget_slow_steps() -> None:
+    costs = StepCosts()
+    assert costs.seconds(1, 100) is None
+    for _ in range(100):
+        costs.observe(1, 100, 1.0)
+        costs.observe(5, 500, 2.0)
+    assert costs.seconds(1, 100) == pytest.approx(1.0)
+    assert costs.seconds(3, 300) == pytest.approx(1.5)
+    assert costs.seconds(9, 900) > 2.0  # type: ignore[operator]
+    costs.observe(1, 100, 50.0)
+    assert costs.seconds(1, 100) == pytest.approx(1.0), "one slow step waited for something else"
+    for _ in range(100):
+        costs.observe(1, 100, 5.0)
+    assert costs.seconds(1, 100) == pytest.approx(5.0, rel=0.1), "a machine that has become slow is believed"
+    assert costs.seconds(1, 9_000_000) == costs.seconds(1, 100), "the nearest context that was timed"

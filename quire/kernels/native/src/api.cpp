@@ -1,4 +1,4 @@
-// The functions Python calls, all of C linkage and plain types; `quire/kernels/native/library.py` declares them.
+// The functions that Python calls, with C linkage and plain types; `quire/kernels/native/library.py` declares them.
 #include <math.h>
 #include <string.h>
 
@@ -42,7 +42,7 @@ uint64_t mix(uint64_t x) {
 
 constexpr int32_t kDone = 0, kNoMemory = 1, kHookFailed = 2;
 
-// What a call that needs working memory returns. Python makes an error of its own of what is not done.
+// Return codes of calls that allocate memory or call hooks. Python raises an error for any code but 0.
 template <class Work>
 int32_t attempt(Work&& work) {
     try {
@@ -59,10 +59,10 @@ int32_t attempt(Work&& work) {
 
 extern "C" {
 
-// Of the sources this was built from; Python compares it with those it sees.
+// The digest of the sources that the library was built from; Python compares it with that of its own sources.
 const char* quire_sources() { return QUIRE_SOURCES; }
 
-// `isa`: avx512, avx2 or portable; null where this machine or this build has no such thing.
+// `isa`: avx512, avx2 or portable. Returns null if the machine or the build does not have it.
 Context* quire_open(const char* isa, int32_t num_threads) {
     const Kernels* kernels = find_kernels(isa);
     return kernels ? new (std::nothrow) Context(kernels, num_threads) : nullptr;
@@ -74,7 +74,7 @@ int32_t quire_lanes(Context* context) { return context->kernels->lanes; }
 
 int64_t quire_matrix_bytes(const Matrix* m) { return num_tiles(*m) * tile_bytes(*m); }
 
-// Fill the memory of a matrix. `from_floats`: the source is float32 rows, to be put into the matrix's form first.
+// Fills a matrix's memory. `from_floats`: the source is float32 rows, which are quantized to the matrix's form first.
 void quire_pack(Context* context, const Matrix* m, const uint8_t* source, const int64_t* order, int32_t from_floats,
                 uint8_t* out) {
     std::lock_guard<std::mutex> lock(context->busy);

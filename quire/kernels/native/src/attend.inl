@@ -1,5 +1,5 @@
 // Attention of a few tokens of one row to one key-value head, over pages, with a running softmax. The query heads that
-// share the head stand side by side as queries, so one token and many take the same way.
+// share the head are treated as further queries, so one token and many tokens run the same code.
 
 namespace {
 
@@ -51,10 +51,10 @@ inline void weigh_all(const float* weights, const float* const* values, int head
 
 struct Softmax {
     float most, sum;
-    int32_t first, stop;  // keys of the current block this query sees
+    int32_t first, stop;  // keys of the current block that this query sees
 };
 
-// Turns scores into weights, in place; those it may not see get exactly 0. Returns what earlier sums shrink by.
+// Turns scores into weights, in place; invisible keys get exactly 0. Returns the factor for earlier sums.
 inline float soften(float* s, Softmax& state, const Keys& keys, int num_padded) {
     Floats scale = splat(keys.scale), most = splat(-INFINITY);
     for (int j = 0; j < num_padded; j += W) store(s + j, mul(load(s + j), scale));
@@ -70,7 +70,7 @@ inline float soften(float* s, Softmax& state, const Keys& keys, int num_padded) 
     for (int j = 0; j < num_padded; j += W) most = larger(most, load(s + j));
     float now = largest(most);
     now = now > state.most ? now : state.most;
-    if (!(now > -INFINITY)) now = 0;  // nothing but -inf so far, or NaN: then it shows in the sum
+    if (!(now > -INFINITY)) now = 0;  // only -inf so far; or NaN, which appears in the sum
     Floats shift = splat(now), sum = splat(0), nothing = splat(-3.0e38f);
     for (int j = 0; j < num_padded; j += W) {
         Floats x = load(s + j), w = select_less(x, nothing, splat(0), exponential(sub(x, shift)));
@@ -87,15 +87,15 @@ inline float* place(const Queries& queries, int i, int head_dim) {
     return queries.out + (i / queries.num_heads) * queries.out_stride + (i % queries.num_heads) * int64_t(head_dim);
 }
 
-// The sum of a query's weights, and that of its head's sink, all relative to exp(most).
+// The sum of a query's weights, including its head's sink, all relative to exp(most).
 inline float all_weights(float most, float sum, const Keys& keys, int head) {
     return keys.sinks ? sum + expf(keys.sinks[head] - most) : sum;
 }
 
-// What one piece of the keys left for a query joins what the pieces before it left, in `into`. One copy of this code, so
-// that pieces which threads share and those which one thread looks at in turn give the same bits.
+// Adds one piece's partial result of a query to those of earlier pieces, in `into`. There is one copy of this code, so
+// that pieces computed by several threads give the same bits as pieces computed by one.
 __attribute__((noinline)) void absorb(float* into, float most, float sum, const float* values, int head_dim) {
-    if (most == -INFINITY) return;  // it saw nothing of the piece
+    if (most == -INFINITY) return;  // the query sees no key of the piece
     const float now = most > into[0] ? most : into[0];
     const float keep = into[0] == -INFINITY ? 0.0f : expf(into[0] - now), weight = expf(most - now);
     into[0] = now;
@@ -116,7 +116,7 @@ inline void conclude(const Queries& queries, const Keys& keys, int i, float most
     for (int d = 0; d < keys.head_dim; ++d) out[d] = values[d] * inverse;
 }
 
-struct Desk {  // where the queries of one call are worked on
+struct Desk {  // working memory for the queries of one call
     float *turned, *weights, *sums, *parts;  // [kKeyBlock / W][head_dim][W], [queries][kKeyBlock], [queries][stride]
     int64_t stride;
     int num_queries;
@@ -124,8 +124,8 @@ struct Desk {  // where the queries of one call are worked on
     const float* q[kQueryTokens * 64];
 };
 
-// One piece of the keys, from `first` to `last`, in blocks that lie at multiples of kKeyBlock for everyone: which keys
-// share a block, and so the order of sums, is the same for a token alone and among others.
+// One piece of the keys, from `first` to `last`, in blocks that begin at multiples of kKeyBlock. Which keys share a
+// block, and so the order of sums, is the same for a token alone and in any batch.
 void look(const Queries& queries, const Keys& keys, int64_t first, int64_t last, Desk& desk) {
     const int head_dim = keys.head_dim, num_queries = desk.num_queries;
     const int64_t window = keys.window, stride = desk.stride;
@@ -167,7 +167,7 @@ void look(const Queries& queries, const Keys& keys, int64_t first, int64_t last,
                 for (int64_t d = 0; d < stride; d += W) store(sum + d, mul(load(sum + d), splat(shrink)));
             }
         }
-        // A block of keys at the end of the sequence may be beyond the first queries' sight; the last sees the most.
+        // The first queries may see no key of a block at the end of the sequence; the last query sees the most.
         int i = 0;
         for (; i + kValueQueries <= num_queries; i += kValueQueries)
             weigh_all<kValueQueries>(weights + i * kKeyBlock, v, head_dim, state[i].first,
@@ -210,7 +210,7 @@ void attend(const Queries& queries, const Keys& keys, float* scratch) {
     }
 }
 
-// Brings together what several pieces of the keys left for the same queries.
+// Merges the partial results of several pieces of the keys for the same queries.
 void merge(const Queries& queries, const Keys& keys, int64_t num_parts) {
     const int head_dim = keys.head_dim, num_queries = queries.num_tokens * queries.num_heads;
     const int64_t floats = part_floats(head_dim);

@@ -1,9 +1,9 @@
-// The best token of a stretch of the vocabulary: the largest logit, or the largest of logit / temperature + noise. The
+// The best token of a range of the vocabulary: the largest logit, or the largest of logit / temperature + noise. The
 // noise is that of `quire.sampling.noise`, up to the last bits of the logarithms.
 
 namespace {
 
-inline Floats gumbel(Floats u) {  // -log(-log(1 - u)) for u in [0, 1); small u decide, so for them the inner is a series
+inline Floats gumbel(Floats u) {  // -log(-log(1 - u)) for u in [0, 1); accurate near 0
     Floats p = splat(0.25f);
     static const float kSeries[] = {0.33333333f, 0.5f, 1.0f};
     for (float c : kSeries) p = fma(p, u, splat(c));

@@ -10,17 +10,17 @@ namespace quire {
 
 namespace {
 
-struct Job {  // one expert and the tokens that are sent to it
-    int64_t expert, first, count;  // first: its place among all that are sent
-    int64_t tiles_before;          // of the jobs before it, in the products at hand
+struct Job {  // one expert and the tokens routed to it
+    int64_t expert, first, count;  // first: index of its first entry among all (token, expert) pairs
+    int64_t tiles_before;          // tiles of the jobs before it, in the current products
 };
 
-// What is sent somewhere, sorted by expert; among those of one expert, by token.
+// The (token, expert) pairs, sorted by expert, then by token.
 struct Sorted {
-    int64_t num_sent;     // in all
+    int64_t num_sent;     // number of pairs
     int64_t* token_of;    // [num_sent]
     int64_t* job_of;      // [num_sent]
-    int64_t* place_of;    // [tokens * sent]: where what a token sends went
+    int64_t* place_of;    // [tokens * sent]: index of each of a token's pairs
     Job* jobs;
     int64_t num_jobs;
 };
@@ -47,7 +47,7 @@ Sorted sort_by_expert(Context& c, const ExpertsDesc& experts, const int64_t* cho
     return sorted;
 }
 
-// Whether any of the experts at hand multiplies floats, or blocks.
+// Whether any of these experts' matrices needs floats, or blocks.
 bool any_of(const LinearDesc* linears, const Sorted& sorted, bool floats) {
     for (int64_t j = 0; j < sorted.num_jobs; ++j) {
         const LinearDesc& linear = linears[sorted.jobs[j].expert];
@@ -57,7 +57,7 @@ bool any_of(const LinearDesc* linears, const Sorted& sorted, bool floats) {
     return false;
 }
 
-// Vectors of all that are sent, as products read them: blocks and factors of each job lie together.
+// Input vectors of all pairs, as products read them: blocks and factors of one job are contiguous.
 struct Ready {
     float* floats;
     Block* blocks;
@@ -122,7 +122,7 @@ void adapt(const Hooks& hooks, const Sorted& sorted, const int64_t* tokens, cons
     }
 }
 
-// The step's token of each that is sent.
+// The token of each pair.
 const int64_t* find_tokens(Context& c, const Hooks& hooks, const Sorted& sorted) {
     if (!hooks.tokens) return sorted.token_of;
     int64_t* tokens = c.routed.take_as<int64_t>(sorted.num_sent);
@@ -130,7 +130,7 @@ const int64_t* find_tokens(Context& c, const Hooks& hooks, const Sorted& sorted)
     return tokens;
 }
 
-// gate_up [2 * inner], changed where something is clamped or scaled; a NaN stays one.
+// gate_up [2 * inner] is clamped and scaled in place; NaN is preserved.
 void activate(const Kernels& kernels, const ExpertsDesc& experts, float* gate_up, float* out) {
     const int64_t n = experts.inner_width;
     float *gate = gate_up, *up = gate_up + n;
@@ -140,7 +140,7 @@ void activate(const Kernels& kernels, const ExpertsDesc& experts, float* gate_up
             gate[i] = gate[i] > limit ? limit : gate[i];
             up[i] = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
         }
-    if (alpha != 1.0f || experts.shift != 0.0f)  // alpha * gate * sigmoid(alpha * gate) is alpha times too much
+    if (alpha != 1.0f || experts.shift != 0.0f)  // alpha * gate * sigmoid(alpha * gate) is too large by a factor of alpha
         for (int64_t i = 0; i < n; ++i) {
             gate[i] *= alpha;
             up[i] = (up[i] + experts.shift) / alpha;
@@ -188,7 +188,7 @@ void mix_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t
             float* row = out + t * width;
             if (residual && residual != out) memcpy(row, residual + t * width, sizeof(float) * size_t(width));
             else if (!residual) memset(row, 0, sizeof(float) * size_t(width));
-            // Places rise with experts, so taking the least that is left takes them in the experts' order.
+            // Indices ascend with experts, so taking the lowest remaining one adds in the order of experts.
             int64_t last = -1;
             for (int64_t n = 0; n < num_sent; ++n) {
                 int64_t best = -1;

@@ -1,5 +1,5 @@
-// A mixture of experts over packed matrices, in one call: tokens sorted by expert, two products for each expert that got
-// any, and every token's shares added up. The struct is filled in by `quire/kernels/native/library.py`.
+// A mixture of experts over packed matrices, in one call: sorts tokens by expert, computes two products for each expert
+// with tokens, and sums each token's results. The struct is filled in by `quire/kernels/native/library.py`.
 #pragma once
 
 #include "stack.h"
@@ -14,13 +14,13 @@ struct ExpertsDesc {
     float alpha, shift, limit;  // (up + shift) * curve(gate), where SiLU has alpha inside; limit 0: nothing is clamped
 };
 
-// Within a call: x [tokens, width]; chosen [tokens, sent] and weights alike. out [tokens, width]: `residual` (or nothing, where that is
-// null) and all shares, added in the order of their experts, so that a token's sum is the same in any company. `residual` may be `out`.
+// Runs inside a call. x [tokens, width]; chosen and weights [tokens, sent]. out [tokens, width]: `residual` (which may be
+// null or `out`) plus all experts' results, added in the order of experts, so that a token's sum is the same in any batch.
 void mix_experts(Context& context, const ExpertsDesc& experts, const float* x, int64_t num_tokens,
                  const int64_t* chosen, const float* weights, int64_t num_sent, const float* residual, float* out,
                  const Hooks& hooks);
 
-// That as a call of its own.
+// The same, outside of another call.
 void run_experts(Context& context, const ExpertsDesc& experts, const float* x, int64_t num_tokens,
                  const int64_t* chosen, const float* weights, int64_t num_sent, const float* residual, float* out);
 

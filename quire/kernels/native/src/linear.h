@@ -1,11 +1,11 @@
-// Products of some tokens with packed matrices, and what is done to a token's vector before them.
+// Products of tokens with packed matrices, and the operation on a token's vector before them.
 #pragma once
 
 #include "stack.h"
 
 namespace quire {
 
-// What is done before a product: nothing, a norm, or an activation.
+// The operation before a product: none, a norm, or an activation.
 struct Before {
     NormDesc norm = {nullptr, nullptr};
     float eps = 0;
@@ -20,11 +20,11 @@ int64_t grain(int64_t count, int threads);
 void run_norm(const Kernels& kernels, const NormDesc& norm, float eps, bool takes_mean, const float* x, int64_t n,
               float* out);
 
-// Room for the inputs of so many tokens, which `apply` then finds.
+// Allocates the inputs of this many tokens for `apply`.
 void reserve_inputs(Context& context, int64_t num_tokens, int64_t columns);
 
-// out [tokens, rows]: the product, and `residual` unless that is null; these two may be one. Returns the product's input
-// [tokens, columns], which stays until the next product.
+// out [tokens, rows]: the product plus `residual`, which may be null, or `out` itself. Returns the product's input
+// [tokens, columns], which is valid until the next product.
 const float* apply(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const Before& before,
            const float* residual, float* out);
 

@@ -3,7 +3,7 @@
 namespace {
 
 inline Floats exponential(Floats x) {
-    x = smaller(splat(88.0f), larger(splat(-87.0f), x));  // in this order a NaN stays one
+    x = smaller(splat(88.0f), larger(splat(-87.0f), x));  // this order preserves NaN
     Floats n = nearest(mul(x, splat(1.44269504f)));
     Floats r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);  // ln 2 in two parts

@@ -12,7 +12,7 @@ namespace {
 
 int64_t rank_floats(const MixtureDesc& m) { return m.experts.num_experts + m.num_groups; }
 
-// Scores in place of logits.
+// Turns logits into scores, in place.
 void score(const MixtureDesc& m, float* logits) {
     const int64_t n = m.experts.num_experts;
     if (m.is_sigmoid) {
@@ -25,8 +25,7 @@ void score(const MixtureDesc& m, float* logits) {
     for (int64_t i = 0; i < n; ++i) logits[i] /= sum;
 }
 
-// Where the largest of n lies that is not -inf, which marks what is taken or out of the question; of equal ones the
-// first. With nothing left it is the first of all.
+// The index of the largest of n, the first of equals; -inf marks entries that are taken or excluded. 0 if all are -inf.
 int64_t find_best(const float* values, int64_t n) {
     int64_t best = -1;
     for (int64_t i = 0; i < n; ++i)
@@ -34,7 +33,7 @@ int64_t find_best(const float* values, int64_t n) {
     return std::max<int64_t>(best, 0);
 }
 
-// Experts outside the best groups are out of the question.
+// Excludes experts outside the best groups.
 void keep_best_groups(const MixtureDesc& m, float* ranks, float* groups) {
     const int64_t members = m.experts.num_experts / m.num_groups;
     for (int64_t g = 0; g < m.num_groups; ++g) {
@@ -51,7 +50,7 @@ void keep_best_groups(const MixtureDesc& m, float* ranks, float* groups) {
         groups[g] = sum;
     }
     for (int64_t left = m.num_groups - m.top_groups; left > 0; --left) {
-        int64_t worst = -1;  // of equal ones the last, so that the first stay
+        int64_t worst = -1;  // the last of equals, so that the first are kept
         for (int64_t g = 0; g < m.num_groups; ++g)
             if (groups[g] != INFINITY && (worst < 0 || !(groups[g] > groups[worst]))) worst = g;
         worst = std::max<int64_t>(worst, 0);
@@ -75,7 +74,7 @@ void route(const MixtureDesc& m, float* logits, float* ranks, int64_t* chosen, f
     for (int64_t k = 0; k < m.top_k; ++k) weights[k] = (m.normalises ? weights[k] / sum : weights[k]) * m.scale;
 }
 
-// The shared expert's share, weighted by a sigmoid of its own where it has one.
+// Adds the shared expert's output, weighted by the sigmoid of its gate if it has one.
 void add_shared(Context& c, const MixtureDesc& m, const float* x, int64_t num_tokens, float* onto, const Hooks& hooks) {
     const int64_t width = m.experts.width, inner = m.shared_down.parts[0].columns;
     reserve_inputs(c, num_tokens, std::max(width, inner));

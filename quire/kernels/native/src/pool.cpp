@@ -18,8 +18,8 @@ inline void pause() {
 #endif
 }
 
-constexpr int kSpins = 500;       // before a thread that waits for another offers its core
-constexpr int kYields = 200;      // before it sleeps: a tenth of a millisecond where nobody else wants the core
+constexpr int kSpins = 500;       // before a waiting thread yields its core
+constexpr int kYields = 200;      // before it sleeps: 0.1 ms if no other thread wants the core
 constexpr int kIdleSpins = 1000;  // before a thread without work goes to sleep: some tens of microseconds
 
 }  // namespace
@@ -29,7 +29,7 @@ Pool::Pool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads), p
 }
 
 Pool::~Pool() {
-    if (getpid() != process_) {  // a fork: those threads are not here, and nothing can be joined
+    if (getpid() != process_) {  // after a fork these threads do not exist, so they can't be joined
         for (std::thread& thread : threads_) thread.detach();
         return;
     }
@@ -101,7 +101,7 @@ bool Pool::take_piece(int thread) {
         phase.call(phase.argument, first, stop < phase.count ? stop : phase.count, thread);
         phase.done.fetch_add(1);
         if (caller_sleeps_.load()) {
-            { std::lock_guard<std::mutex> lock(sleep_); }  // it is asleep, or has not looked yet
+            { std::lock_guard<std::mutex> lock(sleep_); }  // the thread is asleep, or has not checked yet
             done_.notify_one();
         }
         return true;
@@ -120,7 +120,7 @@ void Pool::work(int thread) {
             pause();
         } else {
             const uint64_t heard = calls_.load();
-            dozes_.store(active_.load());  // in the midst of a run: the next phase is to wake it
+            dozes_.store(active_.load());  // during a run: the next phase must wake it
             if (take_piece(thread)) continue;
             std::unique_lock<std::mutex> lock(sleep_);
             sleepers_.fetch_add(1);

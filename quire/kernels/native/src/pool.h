@@ -1,8 +1,8 @@
-// The one pool of threads. During a run one thread, the caller, walks through the work and hands out phases; whoever is
-// awake takes pieces of them. The caller never waits for a thread that holds no piece, so one that the system has put
-// aside, or that sleeps, costs its share of the speed and nothing more. Whoever waits, the caller for the last piece or a
-// thread for the next phase, spins for some microseconds, then offers its core, and soon sleeps: on a busy machine the
-// core is worth more to whom it waits for.
+// The thread pool. During a run, the calling thread executes the work's sequence of phases, and threads that are awake
+// take pieces of each phase. The caller never waits for a thread without a piece, so a thread that is asleep or not
+// scheduled costs its share of the speed and nothing more. A waiting thread (the caller for the last piece, another one
+// for the next phase) spins for some microseconds, then yields its core, and soon sleeps: on a busy machine the thread
+// that it waits for may need the core.
 #pragma once
 
 #include <stdint.h>
@@ -22,7 +22,7 @@ class Pool {
     ~Pool();
     int size() const { return num_threads_; }
 
-    // Between these the other threads watch for phases; outside they sleep.
+    // Between these calls the other threads watch for phases; outside they sleep.
     void begin();
     void end();
 
@@ -47,8 +47,8 @@ class Pool {
         int64_t count, grain, num_pieces = 0;
         alignas(64) std::atomic<int64_t> done{0};
     };
-    // A phase stays as it is for three more after it, so that a thread that comes late to one can read it safely: it
-    // then fails to take a piece, because `next_` names another.
+    // A phase is unchanged during the next three phases, so that a late thread can read it safely: it then fails to
+    // take a piece, because `next_` holds another phase's number.
     static constexpr int kPhases = 4;
     static constexpr int kPieceBits = 24;
 
@@ -66,8 +66,8 @@ class Pool {
     alignas(64) std::atomic<uint64_t> next_{0};  // number of the phase, then its next piece
     alignas(64) std::atomic<bool> active_{false};
     std::atomic<int> sleepers_{0};
-    std::atomic<uint64_t> calls_{0};   // a sleeper that has heard fewer wakes
-    std::atomic<bool> dozes_{false};   // someone went to sleep during a run
+    std::atomic<uint64_t> calls_{0};   // a sleeping thread that has seen fewer wakes up
+    std::atomic<bool> dozes_{false};   // a thread went to sleep during a run
     std::atomic<bool> closing_{false};
     std::atomic<bool> caller_sleeps_{false};
     std::mutex sleep_;

@@ -1,5 +1,5 @@
-// See recurrent.h. All rows' channels are convolved first, shared by pieces; then heads are shared; Mamba2's norm, which
-// is over many heads, comes last, token by token.
+// See recurrent.h. First the channels of all rows are convolved, distributed over threads in pieces; then heads are
+// distributed; Mamba2's norm, which is over many heads, comes last, token by token.
 #include "recurrent.h"
 
 #include <math.h>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr float kL2Eps = 1e-6f;
 constexpr int64_t kPiece = 512;  // channels
-constexpr int64_t kFew = 4;      // pieces of single tokens that are not worth another thread
+constexpr int64_t kFew = 4;      // fewer pieces of single tokens than this use no further thread
 
 int64_t first_of(const RowsDesc& rows, int64_t row) { return rows.firsts ? rows.firsts[row] : row; }
 int64_t end_of(const RowsDesc& rows, int64_t row) {
@@ -23,10 +23,10 @@ float* state_of(const RowsDesc& rows, int64_t row) { return rows.state + rows.sl
 float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// out[c] = the channel's taps times its last inputs, of which x is the youngest and takes its place in the ring.
+// out[c] = the channel's taps times its last inputs, of which x is the newest and is stored in the ring.
 void convolve(const float* x, const float* gate, float* ring, int64_t channels, int64_t first, int64_t stop,
               int64_t position, const float* conv, int64_t conv_len, const float* bias, float* out) {
-    position = std::max<int64_t>(position, 0);  // of a row that stands for nobody
+    position = std::max<int64_t>(position, 0);  // padding rows have position -1
     float* own = ring + position % conv_len * channels;
     for (int64_t c = first; c < stop; ++c) {
         const float input = gate ? x[c] * gate[c] : x[c];
@@ -59,7 +59,7 @@ void run_recurrent(Context& context, const RecurrentDesc& layer, const RowsDesc&
     const int64_t keys = layer.num_groups * key_dim, values = heads * value_dim, channels = values + 2 * keys;
     const int64_t pieces = (channels + kPiece - 1) / kPiece;
     float* convolved = context.convolved.take_as<float>(rows.num_tokens * channels);
-    const int64_t each = (3 * key_dim + value_dim + 15) / 16 * 16;  // of a thread, in lines of the cache of its own
+    const int64_t each = (3 * key_dim + value_dim + 15) / 16 * 16;  // per thread, in separate cache lines
     float* scratch = context.heads.take_as<float>(context.pool.size() * each);
 
     Run run(context.pool);

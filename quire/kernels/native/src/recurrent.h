@@ -1,6 +1,6 @@
-// Recurrent layers, token by token: convolution, gates, the matrices' step, norm and gate. A head's matrix stays in the
-// nearest cache while its tokens pass, so that a prompt needs no other way than a single token. The structs are filled in
-// by `quire/kernels/native/library.py`, field by field in this order.
+// Recurrent layers, token by token: convolution, gates, update of the matrices, norm and gate. A head's matrix stays in
+// the first-level cache over all its tokens, so prefill and decode share one code path. `quire/kernels/native/library.py`
+// fills the structs; the order of fields must be equal there.
 #pragma once
 
 #include "stack.h"
@@ -17,7 +17,7 @@ struct RecurrentDesc {  // a layer; shapes as in `quire/kernels/recurrent_types.
     int64_t num_groups, num_heads, key_dim, value_dim, conv_len, norm_groups;
     float eps, dt_low, dt_high, beta_top;
     int32_t gate_first;  // of Mamba2: before the norm
-    int32_t by_channel;  // every channel of a key decays by itself, and the gate is a sigmoid
+    int32_t by_channel;  // one decay per key channel, and the gate is a sigmoid
 };
 
 struct Columns {  // of some projection, [tokens, stride]
@@ -30,17 +30,17 @@ struct RowsDesc {  // of a step
     int64_t slot_stride;
     const int64_t* slots;      // [rows of the step]
     const int64_t* positions;  // [tokens of the step]
-    const int64_t* firsts;     // [rows]: each one's first token; or null: each has one, in order
-    const int64_t* counts;     // [rows]: how many it has; or null
+    const int64_t* firsts;     // [rows]: each row's first token; null: each row has one token, in order
+    const int64_t* counts;     // [rows]: each row's number of tokens; or null
     int64_t num_rows, num_tokens;
 };
 
-// `mixed`: what is convolved, `decay` and `beta`: what these come from (beta's may be null). out [tokens, values].
+// `mixed`: inputs of the convolution; `decay` and `beta`: inputs of these (beta's may be null). out [tokens, values].
 void run_recurrent(Context& context, const RecurrentDesc& layer, const RowsDesc& rows, Columns mixed, Columns gate,
                    Columns beta, Columns decay, float* out);
 
-// A layer that is nothing but a convolution between two gates; x [tokens, 3 channels]: the input's gate, the output's,
-// the input. conv [channels, conv_len]; out [tokens, channels].
+// A layer that consists of a convolution between two gates; x [tokens, 3 channels]: input gate, output gate, input.
+// conv [channels, conv_len]; out [tokens, channels].
 void run_short_conv(Context& context, const float* conv, const float* bias, int64_t channels, int64_t conv_len,
                     const RowsDesc& rows, Columns x, float* out);
 

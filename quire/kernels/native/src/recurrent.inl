@@ -1,4 +1,4 @@
-// One token of one head of a recurrent layer: its matrix fades, takes something up, and is read.
+// One token of one head of a recurrent layer: decays, updates and reads the head's matrix.
 
 namespace {
 
@@ -9,7 +9,7 @@ inline Floats part(const float* p, int lanes) {
     return load_some(p, lanes);
 }
 
-// What R rows of the matrix have for this key, faded.
+// The product of R rows of the decayed matrix with this key.
 template <int R, bool kWhole>
 inline void ask(const Head& head, const float* rows, int64_t k, int lanes, Floats* sums) {
     const Floats fade = part<kWhole>(head.fade + k, lanes), key = part<kWhole>(head.key + k, lanes);
@@ -30,14 +30,14 @@ inline void write_and_read(const Head& head, float* rows, int64_t k, int lanes, 
     }
 }
 
-// R values at a time: they share what is loaded of key, query and fading, and none waits for another's sum.
+// R values at a time: they share the loads of key, query and decay, and their sums are independent.
 template <int R>
 void recur_rows(const Head& head, int64_t v) {
     const int64_t n = head.key_dim, whole = n - n % W;
     float* rows = head.matrix + v * n;
     Floats updates[R], sums[R];
     for (int r = 0; r < R; ++r) sums[r] = splat(0);
-    if (head.is_delta) {  // what the matrix has for this key already is not written again
+    if (head.is_delta) {  // the delta rule subtracts the value stored for this key
         for (int64_t k = 0; k < whole; k += W) ask<R, true>(head, rows, k, W, sums);
         if (whole < n) ask<R, false>(head, rows, whole, int(n - whole), sums);
     }

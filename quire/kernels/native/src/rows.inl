@@ -1,4 +1,4 @@
-// What is done to one token's vector: norms, activations, rope, sums, and rounding to 8-bit blocks.
+// Operations on one token's vector: norms, activations, rope, sums, and rounding to blocks.
 
 namespace {
 
@@ -23,7 +23,7 @@ void norm(const float* x, const float* weight, float eps, int64_t n, float* out)
     }
 }
 
-// With the mean taken off; `bias` may be null.
+// Layer norm, which subtracts the mean; `bias` may be null.
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* out) {
     Floats a = splat(0);
     int64_t i = 0;
@@ -116,10 +116,10 @@ void turn(float* head, const float* cos, const float* sin, int64_t half) {
     }
 }
 
-// Blocks of 32 to 16 bits, in two bytes each. n is a multiple of 32. A block that holds NaN or infinity gets the scale
-// NaN, so that whoever reads it learns of it.
+// Rounds blocks of 32 to 16 bits, two bytes each. n is a multiple of 32. A block with NaN or infinity gets the scale NaN,
+// so that it propagates to every product.
 void quantize(const float* x, int64_t n, Block* blocks, Factors* factors, int64_t stride) {
-    constexpr float kMost = 127 * 256;  // what the largest magnitude of a block becomes
+    constexpr float kMost = 127 * 256;  // the integer of a block's largest magnitude
     for (int64_t b = 0; b < n / kBlock; ++b) {
         Floats part[kBlock / W], bits = splat(0);
         for (int i = 0; i < kBlock / W; ++i) {
@@ -137,13 +137,13 @@ void quantize(const float* x, int64_t n, Block* blocks, Factors* factors, int64_
             most = 0;
             for (Floats& f : part) f = splat(0);
         }
-        // Below this the inverse is no number; the block is as good as zero.
+        // Below this the inverse overflows; such a block is rounded to zero.
         const Floats inverse = splat(most > 1e-30f ? kMost / most : 0.0f);
         int32_t sums[2] = {0, 0};  // of either half
         for (int i = 0; i < kBlock / W; ++i) {
             const Floats whole = nearest(mul(part[i], inverse));
             const Floats high = nearest(mul(add(whole, splat(0.5f)), splat(1.0f / 256)));
-            // From -128 to 127. AVX2 can't turn the sign of -128, and is given a hair less.
+            // From -128 to 127. AVX2 can't negate -128, so there the range is slightly smaller.
             const Floats low = larger(fma(high, splat(-256.0f), whole), splat(-127.0f));
             int32_t& sum = sums[i * W / (kBlock / 2)];
             sum += 256 * store_bytes(blocks[b].high + i * W, high);

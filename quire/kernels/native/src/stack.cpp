@@ -24,7 +24,7 @@ struct Shape {
 // --------------------------------------------------------------------------------------------------------------------
 // Attention
 
-struct Unit {  // tokens of one row that attend together, and where their outputs go
+struct Unit {  // tokens of one row that attend together, and the place of their outputs
     int64_t row, first, count, out;
 };
 
@@ -35,14 +35,14 @@ int64_t list_units(Context& c, const StepDesc& step, const Shape& shape) {
     for (int64_t row = 0; row < step.num_rows; ++row)
         for (int64_t t = step.query_starts[row]; t < step.query_starts[row + 1]; t += most)
             units[count++] = {row, t, std::min<int64_t>(most, step.query_starts[row + 1] - t), t};
-    // The longest first, so that no thread is left with one at the end.
+    // The longest first, so that no thread starts a long one last.
     std::sort(units, units + count, [&](const Unit& a, const Unit& b) {
         return step.positions[a.first] * a.count > step.positions[b.first] * b.count;
     });
     return count;
 }
 
-// Each wanted token by itself, for a last layer of which nothing else is read.
+// Each wanted token separately, for a last layer whose other outputs are not needed.
 void list_wanted(Context& c, const StepDesc& step) {
     Unit* units = c.last_units.take_as<Unit>(step.num_wanted);
     const int32_t* ends = step.query_starts + 1;
@@ -56,7 +56,7 @@ void reserve_attention(Context& c, const Shape& shape) {
     c.scratch.take_as<float>(c.pool.size() * attend_scratch_floats(int(shape.head_dim), int(shape.group())));
 }
 
-struct Attended {  // what attention of one layer reads and writes
+struct Attended {  // inputs and outputs of one layer's attention
     const float *q, *k, *v;
     int64_t q_stride;
     float scale, softcap;
@@ -64,14 +64,14 @@ struct Attended {  // what attention of one layer reads and writes
     float* out;
 };
 
-struct Piece {  // of the keys of one unit and one key-value head
+struct Piece {  // a piece of the keys of one unit and key-value head
     int64_t unit, head, first, stop;
-    int64_t index, count;  // this one's place among the unit's; more than one are merged in the end
+    int64_t index, count;  // index among the unit's pieces, which are merged at the end if there are several
     float* part;
 };
 
-// Keys are looked at in pieces that lie at multiples of kSplitKeys, for a token alone and among others: neighbours change
-// no bit. Where few tokens see many keys, each piece is a task of its own; elsewhere one thread takes all in turn.
+// Keys are processed in pieces that begin at multiples of kSplitKeys, so that other rows of the batch change no bit. If
+// few tokens see many keys, each piece is a task; else one thread processes all pieces in order.
 int64_t list_pieces(Context& c, const StepDesc& step, const GroupDesc& group, const Shape& shape, const Unit* units,
                     int64_t num_units) {
     int64_t num_pieces = 0, num_floats = 0;
@@ -137,7 +137,7 @@ void attend_all(Context& c, const StepDesc& step, const GroupDesc& group, const 
     });
 }
 
-// Angles of token t: cos and sin of position * frequency, as torch works them out in float32.
+// Angles of token t: cos and sin of position * frequency, computed in float32 as torch does.
 void angles(Context& c, const StepDesc& step, const float* frequencies, float scale, int64_t half, float* cos,
             float* sin) {
     c.pool.share(step.num_tokens, grain(step.num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
@@ -179,7 +179,7 @@ bool joins_plainly(const StackDesc& stack, const NormDesc& after) {
     return !after.weight && stack.residual_scale == 1.0f;
 }
 
-// What a block has left in `branch` comes to the stream, normed or scaled on the way.
+// Adds a block's output in `branch` to the stream, normed or scaled first where the model does.
 void add_branch(Context& c, const StackDesc& stack, const NormDesc& after, int64_t num_tokens, float* stream) {
     const int64_t width = stack.width;
     float* branch = static_cast<float*>(c.branch.take(0));
@@ -192,7 +192,7 @@ void add_branch(Context& c, const StackDesc& stack, const NormDesc& after, int64
     });
 }
 
-// A block's last product comes back to the stream: inside the product, or by way of `branch`, where hooks find it alone.
+// Adds a block's last product to the stream: inside the product, or through `branch`, which hooks need.
 void join(Context& c, const StackDesc& stack, const LinearDesc& linear, const float* x, int64_t num_tokens,
           const Before& before, const NormDesc& after, const Hooks& hooks, Product product, float* stream) {
     if (joins_plainly(stack, after) && !hooks.are_set()) {
@@ -349,12 +349,12 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
                    sin + turn, k, v);
         int64_t count = tokens, units_here = num_units;
         const Unit* units = static_cast<Unit*>(c.units.take(0));
-        if (narrows && i == stack.num_layers - 1) {  // the last layer works for the wanted tokens only
+        if (narrows && i == stack.num_layers - 1) {  // the last layer computes the wanted tokens only
             count = units_here = step.num_wanted;
             if (count == 0) return;
             units = static_cast<Unit*>(c.last_units.take(0));
             hooks.tokens = step.wanted;
-            // They ascend, so none is overwritten before it is moved.
+            // Indices ascend, so no row is overwritten before it is moved.
             for (int64_t t = 0; t < count; ++t)
                 memmove(stream + t * width, stream + step.wanted[t] * width, sizeof(float) * size_t(width));
         }

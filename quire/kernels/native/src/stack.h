@@ -1,5 +1,5 @@
-// Whole layers and whole models over the kernels: what one call from Python runs. The structs are filled in by
-// `quire/kernels/native/library.py`, field by field in this order.
+// Layers and whole models on top of the kernels, as one call from Python runs them. `quire/kernels/native/library.py`
+// fills the structs; the order of fields must be equal there.
 #pragma once
 
 #include <stdlib.h>
@@ -14,13 +14,13 @@
 namespace quire {
 
 struct LinearDesc {
-    const Matrix* parts;  // one below the other
+    const Matrix* parts;  // stacked by rows
     int64_t num_parts;
     const float* bias;  // or null
 };
 
 struct NormDesc {
-    const float* weight;  // null: there is no norm at that place
+    const float* weight;  // null: no norm here
     const float* bias;    // or null
 };
 
@@ -45,7 +45,7 @@ struct StackDesc {
     int64_t num_ropes, width, num_heads, num_kv_heads, head_dim, inner_width;
     Activation activation;
     int32_t has_gate, takes_mean;      // takes_mean: norms are layer norms
-    int32_t is_parallel, is_wide;      // both blocks read the layer's input; queries are normed over all heads at once
+    int32_t is_parallel, is_wide;      // both blocks read the layer's input; QK norm over all heads
     float eps, attention_scale, softcap, embedding_scale, residual_scale;
     const ReductionDesc* reduction;  // or null
 };
@@ -60,7 +60,7 @@ struct GroupDesc {  // one paged group in one step
 };
 
 struct StepDesc {
-    const int64_t* tokens;     // or null where a stack is not run
+    const int64_t* tokens;     // null if no stack runs
     const int64_t* positions;  // [tokens]
     const int32_t* query_starts;  // [rows + 1]
     int64_t num_tokens, num_rows;
@@ -70,7 +70,7 @@ struct StepDesc {
     const AdaptersDesc* adapters;  // or null
 };
 
-// Memory that only grows, for what lives within one call. Throws std::bad_alloc, and then holds nothing.
+// Memory for the duration of one call, which never shrinks. Throws std::bad_alloc and is empty afterwards.
 class Buffer {
   public:
     ~Buffer() { free(data_); }
@@ -93,7 +93,7 @@ class Buffer {
     size_t size_ = 0;
 };
 
-// Everything a call needs: kernels, threads and working memory. One call at a time.
+// The kernels, threads and working memory of a call. Only one call may run at a time.
 struct Context {
     Context(const Kernels* chosen, int num_threads) : kernels(chosen), pool(num_threads) {}
     const Kernels* kernels;

@@ -1,4 +1,4 @@
-"""The units that drafts of a step need, and their return once the step says which drafts were rejected.
+"""Reserves the cache units of a step's drafts, and releases those of rejected drafts.
 
 Pages behind the last accepted token are released. Recurrent state cannot be cut: the plan copies it to a backup before
 the step, and if a draft is rejected the backup becomes the live state, from which the accepted tokens are computed
@@ -41,7 +41,7 @@ class DraftUnits:
         return count
 
     def settle(self, request: Request, rejected: int, fence: int) -> None:
-        """Release what rejected drafts held, after step `fence`. The request's tokens are those that remain."""
+        """Release the units of rejected drafts after step `fence`. The request's tokens are those that remain."""
         lease = lease_of(request)
         for group, slot in lease.backup.items():
             unused = slot

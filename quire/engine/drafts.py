@@ -1,7 +1,7 @@
 """Drafts in the scheduler: asks the drafter, reserves units for drafts in a plan, and settles them in the commit.
 
-Without a drafter nothing here costs anything. The rules that keep overlap right are here: a row with drafts is in
-one step in flight, drafts never preempt a request or take its room, and marks move by what was accepted.
+It also keeps the rules by which drafts and overlapped steps agree: a row with drafts is in one step in flight only,
+drafts never preempt a request or take its room, and `planned` and `computed` advance by accepted drafts only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PlannedDrafts:
         self._has_state = bool(cache.state)
 
     def choose(self, decodes: Sequence[Request], has_prompts: bool, budget: int) -> Drafts:
-        """Return the drafts for the step being planned. Where prompts are to be computed, half of the budget that the
-        decodes leave is theirs."""
+        """Return the drafts for the step being planned. If prompts wait to be computed, drafts get at most half of the
+        budget that decodes leave."""
         if self.drafter is None:
             return NO_DRAFTS
         ready = [r for r in decodes if not r.inflight and max_drafts(r) > 0]
@@ -59,7 +59,7 @@ class PlannedDrafts:
         self._units.write_moved(request, plan)
 
     def settle(self, request: Request, row: PlanRow, num_accepted: int, fence: int) -> None:
-        """Move a request's marks back behind the accepted drafts, and release what the others held.
+        """Move a request's marks back behind the accepted drafts, and release the units of the rejected ones.
 
         Called once the row's tokens are appended. Recurrent state returns to that before the step.
         """

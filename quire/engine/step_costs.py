@@ -1,20 +1,20 @@
-"""How long steps of decodes take, by their number of tokens and the length of their context, learned from real steps.
+"""Measured durations of decode steps, by number of tokens and length of context.
 
-Draft control reads it to weigh drafts against time, and pacing its base cost of decodes. Sizes that were never timed
-are estimated from the nearest that were, by a curve that is too steep for most machines until it is corrected.
+The drafter `speculation.goodput` compares steps with and without drafts by them. The duration of a size that was never
+timed is estimated from the nearest timed sizes, first by a curve that is too steep for most machines.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-MAX_TOKENS = 512  # larger steps are not timed one by one
+MAX_TOKENS = 512  # larger steps are not recorded
 KEYS_PER_BAND = 1024  # keys per token in the first band of contexts; each next band is twice as wide
-SLOWER, FASTER = 0.1, 0.3  # weights of a new time: what disturbs a step makes it slower, never faster
+SLOWER, FASTER = 0.1, 0.3  # weights of a new time; disturbances make a step slower, never faster
 SLOW = 4.0  # a step this many times slower than expected has waited for something else
-MAX_SURPRISE = 1.5  # the first time of a size counts at most so many times what was expected
-PATIENCE = 3  # slow steps in a row after which they count
-PER_TOKEN = 0.12  # first guess: what one more token costs, relative to a step of one
+MAX_SURPRISE = 1.5  # maximum ratio of a size's first time to its estimate
+PATIENCE = 3  # number of consecutive slow steps after which they count
+PER_TOKEN = 0.12  # first guess of the cost of one more token, relative to a step of one token
 
 
 class StepCosts:
@@ -69,7 +69,7 @@ class StepCosts:
             return times[low] + share * (times[high] - times[low])
         nearest = sizes[0] if place == 0 else sizes[-1]
         guess = times[nearest] * (1 + PER_TOKEN * (num_tokens - 1)) / (1 + PER_TOKEN * (nearest - 1))
-        if place > 1:  # a step grows on at least as it did between the two largest
+        if place > 1:  # at least the slope between the two largest timed sizes
             slope = (times[nearest] - times[sizes[-2]]) / (nearest - sizes[-2])
             guess = max(guess, times[nearest] + slope * (num_tokens - nearest))
         return guess

@@ -1,6 +1,6 @@
 """The `Model` protocol: what the loader, the runtime and `startup` require of a model, and what a model may be asked.
 
-Families inherit from it, so an ability that a family does not have is the default here and nobody probes for it.
+Families inherit from it. An optional ability has a default here, so callers never test whether a family has it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The samples of one step: which rows and positions are sampled, and what becomes of drafts once they are.
+"""The samples of one step: the rows and positions that are sampled, and the acceptance of drafts afterwards.
 
 A row without drafts has one sample, a row with k drafts has 1 + k in order. The runner makes one of these per step.
 """
@@ -48,7 +48,7 @@ class StepSamples:
         return computed - send(torch.tensor(self.behind, dtype=torch.int64), computed.device)
 
     def settle(self, rows: DeviceRows, tokens: Tensor, bad: Tensor) -> None:
-        """Returns the rows with drafts behind the last accepted one; recurrent state returns to that before the step.
+        """Moves rows with drafts back behind the last accepted one; recurrent state returns to that before the step.
 
         tokens, bad [samples]
         """

@@ -1,4 +1,4 @@
-"""Verification of drafts: how many of a row's drafts equal what was sampled in their places.
+"""Verification of drafts: counts the drafts of each row that equal the tokens sampled in their places.
 
 Every position is sampled with its own noise, as without drafts, so the accepted tokens and the one after them are those
 that would have come one by one. The runner calls this once the step's tokens are sampled.
@@ -16,7 +16,7 @@ def count_accepted(tokens: Tensor, bad: Tensor, firsts: Tensor, drafts: Tensor) 
     """Returns how many drafts of each row are accepted, [rows] int64.
 
     tokens, bad [samples]; firsts [rows] int64: each row's first sample, the one before its first draft; drafts [rows,
-    longest] int64. A draft is rejected as well if no token can be sampled after it: the row's next step finds that out.
+    longest] int64. A draft is also rejected if no token can be sampled after it, which fails the row's next step.
     """
     places = firsts[:, None] + torch.arange(drafts.shape[1], device=drafts.device)  # [rows, longest]
     last = len(tokens) - 1

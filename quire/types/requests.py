@@ -85,7 +85,7 @@ class Request:
     # -- written by the scheduler
     planned: int = 0  # tokens that are computed or that some planned step computes
     computed: int = 0  # tokens whose state is in the cache
-    pending: int = 0  # sampled tokens in flight, which exist on the device only, as many as can be at most
+    pending: int = 0  # upper bound of the sampled tokens in flight, which exist on the device only
     inflight: int = 0  # number of steps in flight with this request
     num_drafts: int = 0  # drafts in the step in flight; such a request is in one step only
     status: Status = Status.WAITING
@@ -96,7 +96,7 @@ class Request:
     admitted_at: float = 0.0
     preemptions: int = 0
     num_drafted: int = 0  # drafts that were verified, in all steps
-    num_accepted: int = 0  # of these, the accepted ones
+    num_accepted: int = 0  # drafts that were accepted, in all steps
     prompt_scored: int = 0  # prompt tokens whose logprobs were sent, since a preempted request computes them again
 
     @property

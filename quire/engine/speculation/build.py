@@ -24,7 +24,7 @@ AUTO = ("grammar", "suffix")  # suffix matching finds what n-grams find, and mor
 def make_drafter(speculate: str) -> Drafter | None:
     """Return the drafter of a setting such as "auto" or "ngram,suffix"; None for "off". Raises for an unknown name.
 
-    A request's prediction is used whatever else is: a client that sends one wants it used.
+    Predictions of requests are used with every setting but "off", because a client sends one for that purpose.
     """
     names = [name.strip() for name in speculate.split(",")]
     if names == ["off"]:

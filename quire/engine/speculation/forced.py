@@ -1,4 +1,4 @@
-"""Drafts of what a grammar forces: a JSON skeleton or a tool call's wrapper takes one step instead of one a token."""
+"""Drafts of tokens that a grammar forces, so that a JSON skeleton or a tool call's markers take one step in all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ForcedProposer:
 
 
 def cut_to_grammar(request: Request, drafts: list[int]) -> list[int]:
-    """Return the drafts up to the first that the request's grammar forbids, which could not be accepted."""
+    """Return the drafts before the first one that the request's grammar forbids, which can't be accepted."""
     if not isinstance(request.grammar, Grammar):
         return drafts
     return drafts[: request.grammar.count_allowed(request.tokens, request.prompt_len, drafts)]

@@ -1,9 +1,10 @@
-"""The drafter that weighs drafts against time: it verifies a guess where tokens per second are expected to rise.
+"""The drafter that maximizes goodput: it verifies a guess if that raises the expected number of tokens per second.
 
-For each plan it asks the proposers, corrects their estimates by what became of earlier drafts, ranks the guesses of all
-rows by their chance to survive, and takes as many as make the most expected tokens per second by the measured times of
-steps. Where none pays, drafts are still made now and then and compared with what comes, so that it notices when
-speculation would pay again. Now and then a step does the other choice, so that the gain is measured.
+For each plan it asks the proposers, corrects their estimates by the outcomes of earlier drafts, ranks the guesses of
+all rows by their probability of acceptance, and takes the number of guesses with the highest expected tokens per
+second, by the measured times of steps. If no guess pays, it still makes drafts at times and compares them with the
+sampled tokens, so that it notices when speculation pays again. Some steps, called audits, take the opposite choice, so
+that the gain is measured.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from quire.engine.speculation.survival import SurvivalRecord
 from quire.engine.step_costs import StepCosts
 from quire.types import Plan, Request
 
-LENGTH = 12  # guesses asked of a proposer for one row
-PATIENCE = 8  # ranked guesses without a better rate after which no more are looked at
-AUDIT = 256  # one of so many steps does the other choice
-EARLY_AUDITS = 16  # the first of so many audits come sixteen times as often, to learn the times of steps
-MAX_REST = 8  # steps between two drafts of a request whose drafts do not pay
-ROWS_PER_REST = 2  # where no draft pays, nothing is proposed for one step per so many rows
-WORTH_WAITING = 1.0  # expected accepted drafts for which a request waits where steps overlap
-WAIT_TRIAL = 64  # decisions after which such a request waits once to find out
+LENGTH = 12  # maximum guesses of one draft
+PATIENCE = 8  # the search for the best number of guesses ends after this many without a better rate
+AUDIT = 256  # steps per audit
+EARLY_AUDITS = 16  # number of first audits that come sixteen times as often, to learn the times of steps
+MAX_REST = 8  # maximum steps between two drafts of a request whose drafts do not pay
+ROWS_PER_REST = 2  # if no draft pays, proposers rest for one step per this many rows
+WORTH_WAITING = 1.0  # minimum accepted tokens per draft for which a request waits if steps overlap
+WAIT_TRIAL = 64  # a request with fewer waits at every 64th decision, to measure them again
 
 
 @dataclass(slots=True)
 class _Appetite:
-    """How often one request's drafts are worth making."""
+    """The interval between one request's drafts."""
 
     rest: int = 0  # steps until the proposers are asked again
-    pause: int = 1  # the next rest and one step more
-    accepted: float = 1.0  # running mean of right guesses per draft
+    pause: int = 1  # steps from one draft to the next
+    accepted: float = 1.0  # running mean of correct guesses per draft
     num_decisions: int = 0
 
     def learn(self, num_right: int) -> None:
         self.accepted += 0.2 * (num_right - self.accepted)
 
     def settle(self, paid: bool) -> None:
-        """Rest longer each time that a draft was not worth verifying."""
+        """Double the interval after each draft that did not pay."""
         self.pause = 1 if paid else min(2 * self.pause, MAX_REST)
         self.rest = self.pause - 1
 
@@ -50,20 +51,20 @@ class GoodputDrafter:
     """Implements `Drafter`."""
 
     def __init__(self, proposers: Sequence[Proposer], costs: StepCosts | None = None):
-        """Asks the proposers in order; the first that has a draft for a request is taken."""
+        """`proposers`: asked in order; the first draft of a request is taken."""
         self.costs = costs or StepCosts()
         self._proposers = list(proposers)
         self._survival = SurvivalRecord()
         self._appetites: dict[str, _Appetite] = {}
-        self._barred: dict[str, set[str]] = {}  # request id -> proposers that have raised for it
+        self._barred: dict[str, set[str]] = {}  # request id -> proposers that have raised an error for it
         self._sources: dict[str, str] = {}  # request id -> the proposer of the drafts in flight
         self._counts: Counter[tuple[str, str]] = Counter()  # (proposer, what) -> count
         self._num_choices = 0
         self._num_audits = 0
         self._rest = 0  # steps until anything is proposed again
-        self._seconds = 0.0  # of steps with drafts
-        self._seconds_without = 0.0  # what their tokens would have taken without drafts, by the measured times
-        self._seconds_per_token = 0.0  # of the last step with drafts, had it had none
+        self._seconds = 0.0  # total time of steps with drafts
+        self._seconds_without = 0.0  # expected time of the same tokens in steps without drafts
+        self._seconds_per_token = 0.0  # expected time per token of the last step with drafts, if it had none
 
     # -- Drafter --------------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class GoodputDrafter:
     def waits(self, request: Request) -> bool:
         appetite = self._appetites.get(request.id)
         if appetite is None:
-            return True  # its first draft decides
+            return True  # until its first draft has an outcome
         appetite.num_decisions += 1
         return appetite.accepted >= WORTH_WAITING or appetite.num_decisions % WAIT_TRIAL == 0
 
@@ -112,7 +113,7 @@ class GoodputDrafter:
         num_tokens = num_keys = num_drafts = 0
         for row in plan.rows:
             if not row.wants_sample or row.count != 1 + row.num_drafts:
-                return  # a prompt's chunk: pacing learns from it
+                return  # a step with prefill, from which the policy that sizes chunks learns
             num_tokens += row.count
             num_drafts += row.num_drafts
             num_keys += row.count * row.start
@@ -148,7 +149,7 @@ class GoodputDrafter:
 
     @property
     def speedup(self) -> float:
-        """How much faster steps with drafts made their tokens than steps without, by the measured times of both."""
+        """Expected time without drafts over the time with drafts, for the same tokens."""
         return self._seconds_without / self._seconds if self._seconds else 1.0
 
     # -- choosing -------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ class GoodputDrafter:
         """Return how many of the ranked guesses make the most expected tokens per second."""
         base = self.costs.seconds(num_tokens, num_keys)
         if base is None:
-            return 0  # the first step of all is timed without drafts
+            return 0  # no step was timed yet: the first one has no drafts
         keys_per_token = num_keys // max(num_tokens, 1)
         best, best_rate, tokens = 0, num_tokens / base, float(num_tokens)
         for count, (negative, _, _) in enumerate(candidates[:budget], start=1):
@@ -172,7 +173,7 @@ class GoodputDrafter:
         return best
 
     def _audited(self, count: int, num_candidates: int, budget: int) -> int:
-        """Return the other choice once in a while: no drafts where some pay, one where none does."""
+        """Return the opposite choice in an audit: no drafts if some pay, one draft if none does."""
         self._num_choices += 1
         every = AUDIT // 16 if self._num_audits < EARLY_AUDITS else AUDIT
         if self._num_choices % every:
@@ -207,8 +208,8 @@ class GoodputDrafter:
         return found
 
     def _ask(self, proposer: Proposer, requests: Sequence[Request]) -> list[Draft]:
-        """Return the proposer's drafts. If it raises it is asked for one request at a time, and never again for those
-        with which it raises."""
+        """Return the proposer's drafts. After an error it is asked for one request at a time, and is barred from the
+        requests for which it raises an error again."""
         asked = [r for r in requests if proposer.name not in self._barred.get(r.id, ())]
         drafts: dict[str, Draft] = {}
         try:

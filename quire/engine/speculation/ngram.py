@@ -1,7 +1,7 @@
-"""Drafts by n-gram: what followed the last occurrence of the request's last tokens, in its prompt and output.
+"""Drafts by n-gram: the tokens that followed the last occurrence of the request's last tokens, in prompt and output.
 
 Each request has a table from n-grams to the place behind them, which grows by the new tokens at each call. Longer
-n-grams are asked first, since they are right more often.
+n-grams are looked up first, since they are correct more often.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the n-grams of one token list have occurred, to find the places that match the end of a sequence.
 
 `suffix` and `prediction` use it: an index of the request's own tokens, of earlier requests' outputs, or of a predicted
-text. It grows with its list and never shrinks; who bounds the list bounds the index.
+text. It grows with its list and never shrinks, so the list's owner must bound the list.
 """
 
 from __future__ import annotations

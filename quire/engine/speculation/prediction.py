@@ -1,4 +1,4 @@
-"""Drafts from a request's `prediction`: a text that its author expects the output to resemble, such as a file to edit.
+"""Drafts from a request's `prediction`: a text that the client expects the output to resemble, such as a file to edit.
 
 A pointer follows the output through the prediction. Where the output departs from it, the pointer looks for the next
 place that agrees again: first a few tokens ahead, then wherever the last two or three tokens of the output occur.

@@ -1,4 +1,4 @@
-"""The protocols of speculation: who guesses tokens, and who decides which guesses a step verifies.
+"""The protocols of speculation: a source of guessed tokens, and the choice of the guesses that a step verifies.
 
 The scheduler calls a `Drafter` while it plans and commits; a drafter calls `Proposer`s. See the package's docstring.
 """
@@ -43,8 +43,8 @@ class Drafter(Protocol):
     def draft(self, requests: Sequence[Request], num_tokens: int, budget: int) -> Mapping[str, list[int]]:
         """Return drafts by request id for the next step, at most `budget` tokens in all, none of them empty.
 
-        `requests` are those that decode and whose tokens have all committed; `num_tokens` is how many tokens the step
-        computes without drafts, at least.
+        `requests` decode, and all their tokens have committed. The step computes at least `num_tokens` tokens besides
+        the drafts.
         """
         ...
 
@@ -56,7 +56,7 @@ class Drafter(Protocol):
         ...
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Report what became of a request's drafts. Its tokens are those after the step."""
+        """Report how many of a request's drafts were accepted. Called once the step's tokens are in the request."""
         ...
 
     def observe(self, plan: Plan, seconds: float) -> None:

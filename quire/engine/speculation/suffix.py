@@ -1,7 +1,7 @@
-"""Drafts by suffix matching: what followed earlier occurrences of the longest context, voted on by all of them.
+"""Drafts by suffix matching: the tokens that followed earlier occurrences of the longest context, chosen by vote.
 
 Contexts are looked up in the request's own prompt and output, and in the outputs of earlier requests with the same
-salt, so that one tenant's texts never show in another's timing. Earlier outputs are kept in two generations of bounded
+salt, so that no tenant's timing reveals texts of another. Earlier outputs are kept in two generations of bounded
 size: when the young one is full it becomes the old one, whose predecessor is dropped.
 """
 
@@ -21,7 +21,7 @@ MAX_OUTPUT = 4096  # last tokens of an output that are kept
 BOUNDARY = -1  # stands between two outputs; no token has this id
 # Probability that the next token is right, by the number of matching tokens before it. Measured rates correct it.
 BY_MATCH = (0.0, 0.2, 0.4, 0.55, 0.65, 0.72, 0.77, 0.8, 0.83)
-LONG_MATCH, SURE = 16, 0.92  # from this many matching tokens on
+LONG_MATCH, SURE = 16, 0.92  # matches of at least 16 tokens have this probability
 
 
 def chance_by_match(num_matching: int) -> float:

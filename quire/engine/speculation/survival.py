@@ -1,8 +1,8 @@
-"""Corrects proposers' estimates by what became of their drafts, verified or not.
+"""Corrects proposers' estimates by the outcomes of their drafts, verified or not.
 
-A proposer says how likely each guess is right if those before it are. `SurvivalRecord` counts how often guesses of that
-likelihood were right, per proposer, and how much better or worse each request does than that. Drafts that no step
-verified are scored too, by comparing them with the tokens that came, so acceptance is known while speculation rests.
+A proposer estimates the probability that each guess is correct if those before it are. `SurvivalRecord` measures how
+often guesses with such an estimate were correct, per proposer, and how each request deviates from that. Drafts that no
+step verified are scored as well, by comparison with the sampled tokens, so acceptance is known while speculation rests.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from quire.engine.speculation.seam import Draft
 from quire.types import Request
 
 NUM_BINS = 10
-PRIOR = 8.0  # guesses that a proposer's own estimate counts for
+PRIOR = 8.0  # weight of a proposer's own estimate, in guesses
 WINDOW = 400.0  # guesses per bin after which older ones fade
-RATE = 0.25  # how fast a request's own correction follows its outcomes
+RATE = 0.25  # weight of a new outcome in a request's own correction
 MAX_CORRECTION = 4.0
 FLOOR, CEILING = 0.01, 0.995
 
@@ -51,7 +51,7 @@ class SurvivalRecord:
     def __init__(self) -> None:
         self._bins: dict[str, list[_Bin]] = {}
         self._watched: dict[str, _Watched] = {}
-        self.right: dict[str, list[int]] = {}  # proposer -> guesses that came true, by position
+        self.right: dict[str, list[int]] = {}  # proposer -> correct guesses, by position
         self.tried: dict[str, list[int]] = {}
 
     def correct(self, request: Request, draft: Draft) -> list[float]:

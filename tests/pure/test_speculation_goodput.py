@@ -196,7 +196,7 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
     run(drafter, ask, flat, 20)
     for one in ask:
         drafter.end(one)
-    assert not drafter._appetites and not drafter._sources and not drafter._survival._watched
+    assert not drafter._intervals and not drafter._sources and not drafter._survival._watched
 
 
 def test_certain_guesses_stay_certain() -> None:

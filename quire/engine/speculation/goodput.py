@@ -30,7 +30,7 @@ WAIT_TRIAL = 64  # a request with fewer waits at every 64th decision, to measure
 
 
 @dataclass(slots=True)
-class _Appetite:
+class _DraftInterval:
     """The interval between one request's drafts."""
 
     rest: int = 0  # steps until the proposers are asked again
@@ -55,7 +55,7 @@ class GoodputDrafter:
         self.costs = costs or StepCosts()
         self._proposers = list(proposers)
         self._survival = SurvivalRecord()
-        self._appetites: dict[str, _Appetite] = {}
+        self._intervals: dict[str, _DraftInterval] = {}
         self._barred: dict[str, set[str]] = {}  # request id -> proposers that have raised an error for it
         self._sources: dict[str, str] = {}  # request id -> the proposer of the drafts in flight
         self._counts: Counter[tuple[str, str]] = Counter()  # (proposer, what) -> count
@@ -87,7 +87,7 @@ class GoodputDrafter:
             self._rest = len(requests) // ROWS_PER_REST
         paying = {request_id for _, _, request_id in candidates[:count]}
         for request_id in drafts:
-            self._appetites[request_id].settle(request_id in paying)
+            self._intervals[request_id].settle(request_id in paying)
         count = self._audited(count, len(candidates), budget)
         lengths = Counter(request_id for _, _, request_id in candidates[:count])
         for request_id, length in lengths.items():
@@ -97,11 +97,11 @@ class GoodputDrafter:
         return {request_id: drafts[request_id].tokens[:length] for request_id, length in lengths.items()}
 
     def waits(self, request: Request) -> bool:
-        appetite = self._appetites.get(request.id)
-        if appetite is None:
+        interval = self._intervals.get(request.id)
+        if interval is None:
             return True  # until its first draft has an outcome
-        appetite.num_decisions += 1
-        return appetite.accepted >= WORTH_WAITING or appetite.num_decisions % WAIT_TRIAL == 0
+        interval.num_decisions += 1
+        return interval.accepted >= WORTH_WAITING or interval.num_decisions % WAIT_TRIAL == 0
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         source = self._sources.pop(request.id, "")
@@ -131,7 +131,7 @@ class GoodputDrafter:
         for proposer in self._proposers:
             proposer.end(request)
         self._survival.end(request)
-        for table in (self._appetites, self._barred, self._sources):
+        for table in (self._intervals, self._barred, self._sources):
             table.pop(request.id, None)
 
     def stats(self) -> dict[str, object]:
@@ -187,12 +187,12 @@ class GoodputDrafter:
         """Score the open drafts, and return new ones of the requests whose proposers are not resting."""
         silent: list[Request] = []
         for request in requests:
-            appetite = self._appetites.setdefault(request.id, _Appetite())
+            interval = self._intervals.setdefault(request.id, _DraftInterval())
             num_right = self._survival.score(request)
             if num_right is not None:
-                appetite.learn(num_right)
-            if appetite.rest > 0:
-                appetite.rest -= 1
+                interval.learn(num_right)
+            if interval.rest > 0:
+                interval.rest -= 1
             else:
                 silent.append(request)
         found: list[tuple[Request, Draft]] = []

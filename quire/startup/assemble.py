@@ -302,9 +302,9 @@ def _mixed_graphs(
     max_rows: int,
 ) -> MixedGraphs | None:
     """Returns graphs of steps with prefill and decode rows; None unless decodes are captured and all state is paged."""
-    captured_work = model.ops.captured_work
-    if model.captures_decodes_only():
+    if row_ops is None or graphs is None or any(spec.kind != "paged" for spec in model.specs):
         return None
-    if row_ops is None or graphs is None or captured_work is None or any(spec.kind != "paged" for spec in model.specs):
+    captured_work = model.ops.captured_work
+    if captured_work is None or model.captures_decodes_only():
         return None
     return MixedGraphs(model, store.tensors, rows, row_ops, captured_work, max_rows, graphs.pool, graphs.stream)

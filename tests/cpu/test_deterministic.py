@@ -20,7 +20,7 @@ from quire.kernels.angles import angle_tables
 from quire.kernels.deterministic import dense as fixed
 from quire.kernels.deterministic import experts as fixed_experts
 from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
-from quire.kernels.native.library import FORMS
+from quire.kernels.native.library import FORMS, unit_columns
 from quire.kernels.native.matrix import PackedLinear
 from quire.kernels.native.ops import NativeOps
 from quire.kernels.reference import attention as reference_attention
@@ -345,8 +345,9 @@ def test_natively_a_product_is_the_same_for_a_token_alone_and_among_others(isa: 
     native = open_or_skip(isa)
     torch.manual_seed(6)
     for form in FORMS:
-        linear = PackedLinear([make_matrix(native, form, 37, 96)[0]], torch.randn(37))
-        x = torch.randn(35, 96) * torch.logspace(-3, 3, 35)[:, None]
+        columns = max(96, unit_columns(form))
+        linear = PackedLinear([make_matrix(native, form, 37, columns)[0]], torch.randn(37))
+        x = torch.randn(35, columns) * torch.logspace(-3, 3, 35)[:, None]
         whole = linear(x)
         for size in (1, 2, 3, 7):
             parts = torch.cat([linear(x[first : first + size]) for first in range(0, 35, size)])

@@ -234,7 +234,7 @@ def test_mxfp4_experts_are_decoded(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(table.select_ops("cpu").native is None, reason="the native library is not built")
 def test_mxfp4_experts_stay_small_on_a_cpu(tmp_path: Path) -> None:
-    """With the very same numbers in blocks of eight bits, gates and ups out of their turns."""
+    """In the checkpoint's own blocks, gates and ups out of their turns."""
     sizes = {**TINY, "intermediate_size": 64}
     config = GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, head_dim=16, rope_parameters=STRETCHED)
     save_checkpoint(Family("gpt_oss", lambda: config, draw_sharp), tmp_path)
@@ -242,7 +242,7 @@ def test_mxfp4_experts_stay_small_on_a_cpu(tmp_path: Path) -> None:
     model: Any = load(tmp_path, dtype="auto")
     experts = next(module for name, module in model.named_modules() if name.endswith("1.mlp.experts"))
     for got, name in ((experts.gate_up, "gate_up_proj"), (experts.down, "down_proj")):
-        assert {part.form for part in got} == {"Q8_0"}
+        assert {part.form for part in got} == {"MXFP4"}
         want = decoded[f"model.layers.1.mlp.experts.{name}"]
         want = torch.cat((want[:, 0::2], want[:, 1::2]), 1) if name == "gate_up_proj" else want
         assert torch.equal(torch.cat([part.rows(torch.arange(part.shape[0])) for part in got]), want.flatten(0, 1))

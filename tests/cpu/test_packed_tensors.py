@@ -222,13 +222,14 @@ def test_what_becomes_of_it_is_said(tmp_path: Path) -> None:
                                                ("mxfp4", "keeps them in FP8, at half the size")])  # fmt: skip
 def test_on_a_gpu_it_is_said_how_to_keep_it_smaller(method: str, words: str) -> None:
     files: Any = SimpleNamespace(name="it", config={})
+    model: Any = SimpleNamespace(start_notes=tuple, modules=list)
     config = {"quantization_config": {"quant_method": method, "weight_block_size": [128, 128]}}
     for smaller in (True, False):
-        notes = list_notes(torch.nn.Module(), files, config, "bfloat16", "none", smaller, False)
+        notes = list_notes(model, files, config, "bfloat16", "none", smaller, False)
         assert "decoded to bfloat16" in "".join(notes)
         assert (f"`--quant fp8` {words}" in "".join(notes)) is smaller
-    assert not list_notes(torch.nn.Module(), files, config, "bfloat16", "fp8", False, False)
-    assert not list_notes(torch.nn.Module(), files, config, "float32", "none", False, True)
+    assert not list_notes(model, files, config, "bfloat16", "fp8", False, False)
+    assert not list_notes(model, files, config, "float32", "none", False, True)
 
 
 def test_fp8_is_offered_where_it_is_taken() -> None:

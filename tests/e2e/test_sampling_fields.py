@@ -168,7 +168,7 @@ BAD = [("temperature", -1), ("top_p", 2), ("top_k", -1), ("min_p", 3), ("top_n_s
        ("dry_allowed_len", 0), ("dry_range", -1), ("dry_breakers", [""]), ("logit_bias", {"x": 1}),
        ("bad_words", [""]), ("stop", [""]), ("stop_token_ids", [-1]), ("include_stop", "yes"), ("ignore_eos", 1),
        ("min_tokens", -1), ("max_tokens", 0), ("seed", 1.5), ("skip_special_tokens", "no"), ("priority", 5000),
-       ("timeout", 0), ("cache_salt", "x" * 257)]  # fmt: skip
+       ("timeout", 0), ("cache_salt", "x" * 257), ("speculate", "no")]  # fmt: skip
 
 
 def test_every_field_is_checked(ask: Api) -> None:

@@ -18,7 +18,6 @@ from statistics import median
 from quire.bench.progress import progress_bar
 from quire.bench.stats import Bar, Report
 from quire.cache.index import CacheIndex
-from quire.cache.lease import Lease
 from quire.engine.limits import SchedulerLimits
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
@@ -319,7 +318,7 @@ def _matcher(cache: CacheIndex, prompt: list[int]) -> Callable[[], float]:
 
     def match_once() -> float:
         request = Request("match", prompt, len(prompt), GREEDY, len(prompt) + 1)
-        request.lease = Lease.empty(b"", PAGE_TOKENS, 1)  # new each time, since a lease keeps its hashes
+        request.lease = cache.empty_lease(request)  # new each time, since a lease keeps its hashes
         begin = _cpu_ns()
         found = cache.match(request)
         cost = _cpu_ns() - begin

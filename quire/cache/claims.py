@@ -7,8 +7,8 @@ and never enters the tree; it is claimed as the prompt's tail, and requests with
 
 from __future__ import annotations
 
+from quire.cache.chain import link_key
 from quire.cache.lease import lease_of, token_bytes
-from quire.cache.tree import page_key
 from quire.types import Request
 
 
@@ -81,4 +81,4 @@ class Claims:
         index = start // self._page_tokens
         lease.extend_keys(request.tokens, index)
         parent = lease.keys[index - 1] if index else lease.root
-        return page_key(parent, b"tail" + token_bytes(request.tokens[start : request.prompt_len]))
+        return link_key(parent, b"tail" + token_bytes(request.tokens[start : request.prompt_len]))

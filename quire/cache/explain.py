@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.cache.index import CacheIndex
-from quire.cache.lease import Lease, lease_of, token_bytes
+from quire.cache.lease import lease_of, token_bytes
 from quire.cache.tree import Node
 from quire.types import Request, SamplingParams
 from quire.types.plans import TOKEN_BYTES
@@ -65,5 +65,5 @@ def pin(index: CacheIndex, tokens: list[int], salt: bytes = b"", *, pinned: bool
 
 def _probe(index: CacheIndex, tokens: list[int], salt: bytes) -> Request:
     request = Request("probe", list(tokens), len(tokens), SamplingParams(), len(tokens) + 1, salt=salt)
-    request.lease = Lease.empty(salt, index.page_tokens, len(index.specs))
+    request.lease = index.empty_lease(request)
     return request

@@ -29,11 +29,14 @@ class CacheIndex:
         num_host_units: list[int] | None = None,
         *,
         prefix_cache: bool = True,
+        weights: bytes = b"",
     ):
+        """`weights`: the version of the model's weights, by which all prefixes are named."""
         assert len({spec.page_tokens for spec in specs}) == 1, "page_tokens is one number per model"
         self.specs = specs
         self.page_tokens = specs[0].page_tokens
         self.prefix_cache = prefix_cache
+        self.weights = weights
         self.stats = CacheStats()
         self.paged = [g for g, spec in enumerate(specs) if spec.kind == "paged"]
         self.state = [g for g, spec in enumerate(specs) if spec.kind == "state"]
@@ -57,9 +60,13 @@ class CacheIndex:
         """Return an empty index of the same sizes. Units that await zeroing are zeroed by its first plan."""
         sizes = [pool.num_units for pool in self.pools]
         host = [pool.num_units for pool in self.ledger.host_pools] if self.can_swap else None
-        new = CacheIndex(self.specs, sizes, host, prefix_cache=self.prefix_cache)
+        new = CacheIndex(self.specs, sizes, host, prefix_cache=self.prefix_cache, weights=self.weights)
         new._to_clear = self._to_clear
         return new
+
+    def empty_lease(self, request: Request) -> Lease:
+        """Return the lease of a request that holds nothing yet."""
+        return Lease.of(request, self.weights, self.page_tokens, len(self.specs))
 
     # -- queries --------------------------------------------------------------------------------------------------
 

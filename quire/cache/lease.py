@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.cache.tree import PrefixTree, page_key, root_key
+from quire.cache.chain import LINK_TOKENS, last_link_key, link_key, root_key
+from quire.cache.tree import PrefixTree
 from quire.types import Request, TokenArray, pack_tokens
 from quire.types.plans import TOKEN_BYTES
 
@@ -43,10 +44,17 @@ class Lease:
     fork_point: int = 0  # length at which the prompt leaves cached prefixes, if it is worth a snapshot; 0: none
     claims_tail: bool = False  # whether it has claimed its prompt's tail and not computed it yet
     _packed: TokenArray = field(default_factory=lambda: pack_tokens(()))  # the tokens seen so far, packed
+    _links: list[bytes] = field(default_factory=list)  # keys of the full links, where pages do not end with links
 
     @classmethod
-    def empty(cls, salt: bytes, page_tokens: int, num_groups: int) -> Lease:
-        return cls(root_key(salt), page_tokens, units=[[] for _ in range(num_groups)])
+    def empty(cls, root: bytes, page_tokens: int, num_groups: int) -> Lease:
+        return cls(root, page_tokens, units=[[] for _ in range(num_groups)])
+
+    @classmethod
+    def of(cls, request: Request, weights: bytes, page_tokens: int, num_groups: int) -> Lease:
+        """Return the empty lease of a request that runs on this version of the weights."""
+        root = root_key(weights, (request.adapter or "").encode(), request.salt)
+        return cls.empty(root, page_tokens, num_groups)
 
     @property
     def is_empty(self) -> bool:
@@ -71,13 +79,27 @@ class Lease:
         first, last = len(self.keys), min(num_pages, len(tokens) // self.page_tokens)
         if first >= last:
             return
+        if self.page_tokens % LINK_TOKENS:
+            self._extend_uneven(tokens, first, last)
+            return
         parent = self.keys[-1] if self.keys else self.root
         node = None if tree is None else tree.find(parent)
         for page in self.pages(tokens, first, last):
             if node is not None:
                 node = node.children.get(page)
-            parent = page_key(parent, page) if node is None else node.key
+            parent = last_link_key(parent, page) if node is None else node.key
             self.keys.append(parent)
+
+    def _extend_uneven(self, tokens: list[int], first: int, last: int) -> None:
+        """Extend `keys` where a page may end inside a link: its key covers the link's tokens up to there."""
+        data, links = self.pack(tokens), self._links
+        for end in range((first + 1) * self.page_tokens, (last + 1) * self.page_tokens, self.page_tokens):
+            num_links = (end - 1) // LINK_TOKENS
+            for index in range(len(links), num_links):
+                link = data[index * LINK_TOKENS : (index + 1) * LINK_TOKENS].tobytes()
+                links.append(link_key(links[-1] if links else self.root, link))
+            parent = links[num_links - 1] if num_links else self.root
+            self.keys.append(link_key(parent, data[num_links * LINK_TOKENS : end].tobytes()))
 
 
 def lease_of(request: Request) -> Lease:

@@ -1,7 +1,7 @@
 """The prefix tree: which page-aligned prefixes are in the cache, one tree for all groups of a model.
 
-A node is one page of tokens after one exact prefix. Its key is a chain of hashes over (parent, tokens), which begins
-with the salt. For each group it has the unit with the page's bytes, or ABSENT. `CacheIndex` inserts nodes in commit and
+A node is one page of tokens after one exact prefix. Its key is that of the chain (`chain.py`) at its last token. For
+each group it has the unit with the page's bytes, or ABSENT. `CacheIndex` inserts nodes in commit and
 matches them at admission; `UnitLedger` evicts units when a pool has no free one: least recently used first, leaves
 before their parents, pinned prefixes last.
 """
@@ -10,19 +10,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from hashlib import blake2b
 
 ABSENT = -1
 EvictionRank = tuple[bool, bool, int]  # pinned, not spare, last use; the lowest is evicted first
-KEY_BYTES = 20  # 160 bits: collisions are out of reach of an attacker
-
-
-def root_key(salt: bytes) -> bytes:
-    return blake2b(b"quire/prefix/1" + salt, digest_size=KEY_BYTES).digest()
-
-
-def page_key(parent: bytes, tokens: bytes) -> bytes:
-    return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
 
 
 class Node:

@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 
 from quire.cache.index import CacheIndex
-from quire.cache.lease import Lease, lease_of
+from quire.cache.lease import lease_of
 from quire.engine.device_rows import RowPool
 from quire.engine.outcome import end_delta
 from quire.engine.policies import Order
@@ -33,7 +33,7 @@ class RequestTable:
         self._clock = clock
 
     def add(self, request: Request) -> None:
-        request.lease = Lease.empty(request.salt, self._cache.page_tokens, len(self._cache.specs))
+        request.lease = self._cache.empty_lease(request)
         self.requests[request.id] = request
         self.waiting.push(request)
 

@@ -78,7 +78,7 @@ class Request:
     arrival: float = 0.0
     deadline: float | None = None  # on the engine's clock
     salt: bytes = b""  # prefixes are shared only between requests with one salt
-    adapter: str | None = None
+    adapter: str | None = None  # the digest of its weights: prefixes are shared only between requests with one adapter
     grammar: GrammarSpec | GrammarState | None = None  # a spec until it is compiled, before the request is queued
     resumed: bool = False  # continues after a restart of the engine, so admission does not refuse it
     suspect: bool = False  # was in the step that killed an engine, so it runs alone until it is past that step

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.client.engine_client import DeltaStream, EngineClient
+from quire.client.fleet import Fleet
 from quire.config import ServerConfig
 from quire.edge import Edge
 from quire.server.chat import ChatPrompts
@@ -59,13 +60,13 @@ class Totals:
 
 
 class Generation:
-    def __init__(self, client: EngineClient, edge: Edge, prompts: ChatPrompts, config: ServerConfig, metrics: Metrics):
+    def __init__(self, fleet: Fleet, edge: Edge, prompts: ChatPrompts, config: ServerConfig, metrics: Metrics):
         self._prompts = prompts
-        self.client = client
+        self._fleet = fleet
         self.edge = edge
         self._config = config
         self._metrics = metrics
-        limits = client.ready.limits
+        limits = fleet.lead.client.ready.limits
         self._max_open = int(limits["max_rows"]) + int(limits["max_waiting"])
         self._max_samples = min(config.max_samples, self._max_open)  # more samples could never be admitted
         self._max_waiting_tokens = int(limits["max_waiting_tokens"])
@@ -86,11 +87,12 @@ class Generation:
                 tokens, job.params, request_id=f"{name}.{place}", priority=job.priority, timeout=timeout, salt=job.salt
             )
             groups.append(requests)
-        self._admit(groups)
+        client = self._fleet.choose().client
+        self._admit(client, groups)
         samples: dict[str, Sample] = {}
         for request in (request for requests in groups for request in requests):
             samples[request.id] = Sample(request, self.tokenizer, job.make_parser(), len(samples))
-        return GenerationRun(self.client.submit(groups), samples, job, self._metrics)
+        return GenerationRun(client.submit(groups), samples, job, self._metrics)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -119,9 +121,8 @@ class Generation:
             name = "prompt_logprobs" if params.prompt_logprobs is not None else "logprobs"
             raise QuireError("reply_too_large", what, hint, name)
 
-    def _admit(self, groups: list[list[Request]]) -> None:
+    def _admit(self, client: EngineClient, groups: list[list[Request]]) -> None:
         """Apply the bounds of the engine's queue here, so that a refusal costs no round trip."""
-        client = self.client
         count = sum(map(len, groups))
         tokens = sum(requests[0].prompt_len * len(requests) for requests in groups)
         excess = len(client.live) + count - self._max_open
@@ -134,8 +135,9 @@ class Generation:
 
     def retry_after(self) -> int:
         """Estimated seconds until the waiting requests have ended, at the recently measured throughput."""
-        waiting = max(1, self.client.beat.waiting)
-        return max(1, min(MAX_RETRY_SECONDS, math.ceil(self.client.throughput.seconds_for(waiting))))
+        client = self._fleet.choose().client
+        waiting = max(1, client.beat.waiting)
+        return max(1, min(MAX_RETRY_SECONDS, math.ceil(client.throughput.seconds_for(waiting))))
 
 
 def _push(sample: Sample, delta: Delta) -> tuple[Piece | None, bool]:

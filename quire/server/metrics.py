@@ -6,16 +6,15 @@ that they include what the client waits for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from quire.server.engine_metrics import EngineCollector
 from quire.types import Timing, Usage
 
 if TYPE_CHECKING:
-    from quire.client.supervisor import Supervisor
+    from quire.client.fleet import Fleet
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -64,8 +63,9 @@ class Metrics:
             **registry,
         )
 
-    def watch(self, supervisor: Supervisor) -> None:
-        self.registry.register(_EngineCollector(supervisor))
+    def watch(self, fleet: Fleet) -> None:
+        """Export the figures of the fleet's engines, each with the label of its replica."""
+        self.registry.register(EngineCollector(fleet))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -105,77 +105,3 @@ class Metrics:
         self._total.labels(route).observe(total)
         if per_token is not None:
             self._per_token.labels(route).observe(per_token)
-
-
-class _EngineCollector:
-    """The engine's figures, read from its last beat at each scrape."""
-
-    COUNTERS = (
-        ("steps", "Steps run"),
-        ("computed_tokens", "Tokens computed in all steps (the sum of batch tokens)"),
-        ("prompt_tokens", "Of these, tokens of prompts"),
-        ("rows", "Rows of all steps (the sum of batch sizes)"),
-        ("prompt_rows", "Of these, rows that computed tokens of a prompt"),
-        ("sampled_tokens", "Tokens sampled"),
-        ("preemptions", "Requests pushed out for lack of room"),
-        ("lookup_tokens", "Prompt tokens looked up in the prefix cache"),
-        ("hit_tokens", "Prompt tokens found in the prefix cache"),
-        ("evicted_units", "Pages and slots dropped from the prefix cache"),
-        ("busy_seconds", "Time the loop was not waiting for work"),
-    )
-    GAUGES = (
-        ("running", "Requests that hold a row"),
-        ("waiting", "Requests in the queue"),
-        ("held", "Requests that wait for another's prompt"),
-    )
-
-    def __init__(self, supervisor: Supervisor):
-        self._supervisor = supervisor
-        self._client = supervisor.client
-
-    def collect(self) -> Iterator[Any]:
-        beat = self._client.beat
-        yield from self._state_metrics()
-        for name, text in self.COUNTERS:
-            yield CounterMetricFamily(f"quire_engine_{name}", text, value=getattr(beat, name))
-        for name, text in self.GAUGES:
-            yield GaugeMetricFamily(f"quire_engine_{name}", text, value=getattr(beat, name))
-        per_step = beat.computed_tokens / beat.steps if beat.steps else 0.0
-        yield GaugeMetricFamily("quire_engine_batch_tokens", "Mean tokens of a step since the start", value=per_step)
-        yield GaugeMetricFamily("quire_engine_up", "1 while the engine lives", value=self._client.is_attached)
-        age = self._client.beat_age()
-        yield GaugeMetricFamily("quire_engine_step_age_seconds", "Since the loop last got past a step", value=age)
-        total = GaugeMetricFamily("quire_engine_cache_units", "Pages or slots of a group", labels=["group"])
-        free = GaugeMetricFamily("quire_engine_cache_available", "Free, or held by the cache only", labels=["group"])
-        for group in beat.groups:
-            total.add_metric([group.name], group.num_units)
-            free.add_metric([group.name], group.num_available)
-        yield total
-        yield free
-
-    def _state_metrics(self) -> Iterator[Any]:
-        """Metrics of the engine process's state and of its loop."""
-        supervisor = self._supervisor
-        states, beat = supervisor.states, self._client.beat
-        state = GaugeMetricFamily("quire_engine_state", "1 for the state the engine process is in", labels=["state"])
-        for one in type(states.state):
-            state.add_metric([one.value], float(one is states.state))
-        yield state
-        moves = CounterMetricFamily("quire_engine_moves", "Moves of the engine process by name", labels=["transition"])
-        for name, count in states.counts.items():
-            moves.add_metric([name], count)
-        yield moves
-        loop = CounterMetricFamily("quire_loop_moves", "Moves of the engine's loop by name", labels=["transition"])
-        for name, count in beat.transitions.items():
-            loop.add_metric([name], count)
-        yield loop
-        errors = CounterMetricFamily("quire_errors", "Failures by kind and code", labels=["kind", "code"])
-        for key, count in supervisor.errors.counts.items():
-            errors.add_metric(list(key.split("/", 1)), count)
-        yield errors
-        yield CounterMetricFamily(
-            "quire_resumed", "Requests that went on with another engine", value=self._client.num_resumed
-        )
-        yield GaugeMetricFamily(
-            "quire_engine_peak_memory_bytes", "Most the engine process has held", value=supervisor.peak_memory
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -64,15 +65,15 @@ def admin_router(server: Server) -> APIRouter:
                 "output_tokens": len(one.delivered),
                 "priority": one.request.priority,
             }
-            for name, one in list(server.client.live.items())[:1000]
+            for name, one in islice(server.fleet.live(), 1000)
         ]
-        ready = server.client.ready
-        return {**stats_body(server), "pid": server.client.pid, "memory": ready.memory, "live": live}
+        client = server.fleet.lead.client
+        return {**stats_body(server), "pid": client.pid, "memory": client.ready.memory, "live": live}
 
     @router.get("/admin/state")
     async def state() -> dict[str, Any]:
         """The state machines of the engine process and its loop: state, recent transitions, and their counts."""
-        supervisor, client = server.supervisor, server.client
+        supervisor, client = server.fleet.lead.supervisor, server.fleet.lead.client
         return {
             "process": {
                 "state": supervisor.states.state.value,
@@ -92,7 +93,7 @@ def admin_router(server: Server) -> APIRouter:
     @router.get("/admin/errors")
     async def errors(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, Any]:
         """The one queue of everything that went wrong, newest first."""
-        queue = server.supervisor.errors
+        queue = server.fleet.lead.supervisor.errors
         return {
             "total": queue.total,
             "counts": dict(queue.counts),
@@ -102,7 +103,7 @@ def admin_router(server: Server) -> APIRouter:
     @router.post("/admin/check")
     async def check() -> dict[str, Any]:
         """Prove that every row, page and lease of the engine is accounted for."""
-        checked = await server.supervisor.check()
+        checked = await server.fleet.lead.supervisor.check()
         return {
             "ok": checked.problem is None,
             "problem": checked.problem,
@@ -113,15 +114,13 @@ def admin_router(server: Server) -> APIRouter:
     @router.post("/admin/cancel")
     async def cancel_all() -> dict[str, Any]:
         """End every open generation; their clients get an error."""
-        ids = list(server.client.live)
-        server.client.cancel(ids)
-        return {"cancelled": len(ids)}
+        return {"cancelled": server.fleet.cancel_all()}
 
     return router
 
 
 def stats_body(server: Server) -> dict[str, Any]:
-    client = server.client
+    client = server.fleet.lead.client
     return {
         "engine": msgspec.to_builtins(_as_dict(client.beat)),
         "limits": client.ready.limits,
@@ -132,7 +131,7 @@ def stats_body(server: Server) -> dict[str, Any]:
             "vocab_size": server.edge.vocab_size,
             "tool_format": server.chat.tool_format,
         },
-        "http": {"open": server.open_replies, "live": len(client.live), "draining": server.draining},
+        "http": {"open": server.open_replies, "live": server.fleet.num_live, "draining": server.draining},
     }
 
 

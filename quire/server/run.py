@@ -22,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from quire.client.engine_client import EngineClient
+from quire.client.fleet import Fleet, Replica
 from quire.client.supervisor import Supervisor, SupervisorLimits, link_starter
 from quire.config import Config
 from quire.config_build import engine_settings
@@ -71,11 +72,11 @@ async def serve(
         if tokenizer is None:
             raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.", "Add its files.")
         start_link = link_starter(engine_command, config.server.start_timeout)
-        supervisor = Supervisor(
-            EngineClient(), start_link, engine_settings(config), SupervisorLimits.of(config), log=log.write
-        )
+        client = EngineClient()
+        supervisor = Supervisor(client, start_link, engine_settings(config), SupervisorLimits.of(config), log=log.write)
+        fleet = Fleet({served_names(config)[0]: [Replica("0", client, supervisor)]})
         starting = asyncio.create_task(work.start())
-        await supervisor.start()
+        await fleet.start()
         await starting
     except BaseException as error:
         listener.close()
@@ -85,19 +86,16 @@ async def serve(
         raise
     server = None
     try:
-        server = make_server(config, supervisor, tokenizer, log, setup, work)
+        server = make_server(config, fleet, tokenizer, log, setup, work)
         return await _run(server, listener, create_app(server, version), on_ready)
     finally:
         listener.close()
         await work.close()
-        await supervisor.stop(at_once=server is None or server.at_once)
+        await fleet.stop(at_once=server is None or server.at_once)
 
 
-def make_server(
-    config: Config, supervisor: Supervisor, tokenizer: Tokenizer, log: Log, setup: Setup, work: TextWork
-) -> Server:
-    client = supervisor.client
-    ready, settings = client.ready, config.server
+def make_server(config: Config, fleet: Fleet, tokenizer: Tokenizer, log: Log, setup: Setup, work: TextWork) -> Server:
+    ready, settings = fleet.lead.client.ready, config.server
     edge = Edge(
         tokenizer=tokenizer,
         template=lazy_template(tokenizer, config.model.chat_template),
@@ -109,14 +107,13 @@ def make_server(
     )
     chat = ChatPrompts(edge, setup, work)
     metrics = Metrics()
-    metrics.watch(supervisor)
+    metrics.watch(fleet)
     return Server(
         config=config,
-        client=client,
-        supervisor=supervisor,
+        fleet=fleet,
         edge=edge,
         metrics=metrics,
-        generation=Generation(client, edge, chat, settings, metrics),
+        generation=Generation(fleet, edge, chat, settings, metrics),
         chat=chat,
         held=HeldBodies(),
         files=setup.files,

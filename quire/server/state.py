@@ -1,4 +1,4 @@
-"""State shared by all routes of one server: the engine's client, the edge, limits, counters and the drain status."""
+"""State shared by all routes of one server: the fleet of engines, the edge, limits, counters and the drain status."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.client.engine_client import EngineClient
-from quire.client.supervisor import Supervisor
+from quire.client.fleet import Fleet, Replica
 from quire.config import Config
 from quire.edge import Edge
 from quire.engine.states import ProcessState
@@ -22,12 +21,13 @@ from quire.server.metrics import Metrics
 from quire.server.store import ResponseStore
 from quire.types import QuireError
 
+RANKS = {"ok": 0, "recovering": 1, "unhealthy": 2}  # of health, the worst last
+
 
 @dataclass(slots=True)
 class Server:
     config: Config
-    client: EngineClient
-    supervisor: Supervisor
+    fleet: Fleet
     edge: Edge
     metrics: Metrics
     generation: Generation
@@ -64,20 +64,25 @@ class Server:
         """Count a failed request, and log details that are hidden from clients."""
         self.metrics.failed(route, error.code)
         if error.code == "detokenize_failed":  # not counted by the engine
-            self.supervisor.errors.put("request", error.code, str(error), [request_id])
+            self.fleet.lead.supervisor.errors.put("request", error.code, str(error), [request_id])
         if error.code in INTERNAL_CODES:
             self.log.write("error", "request failed", id=request_id, code=error.code, error=str(error))
 
     def health(self) -> dict[str, Any]:
-        """Health derived from the engine's progress. While the supervisor replaces the engine, the server is not ready
-        but healthy."""
-        client, patience, state = self.client, self.config.server.stall_timeout, self.supervisor.states.state
+        """Health of the engine that is worst off. While a supervisor replaces its engine, the server is not ready but
+        healthy."""
+        return max((self._health_of(replica) for replica in self.fleet.replicas), key=lambda one: RANKS[one["status"]])
+
+    def _health_of(self, replica: Replica) -> dict[str, Any]:
+        """Health derived from the progress of one engine."""
+        client, supervisor = replica.client, replica.supervisor
+        patience, state = self.config.server.stall_timeout, supervisor.states.state
         beat_age, progress_age = client.beat_age(), client.progress_age()
         status, problem = "ok", None
         if client.failure is not None or state is ProcessState.FAILED:
-            status, problem = "unhealthy", self._shown(client.failure or self.supervisor.cause)
+            status, problem = "unhealthy", self._shown(client.failure or supervisor.cause)
         elif state is not ProcessState.READY:
-            status, problem = "recovering", f"The engine is being replaced: {self._shown(self.supervisor.cause)}"
+            status, problem = "recovering", f"The engine is being replaced: {self._shown(supervisor.cause)}"
         elif beat_age > patience:
             status, problem = "unhealthy", f"The engine has not got past a step for {beat_age:.0f} s."
         elif progress_age > patience:
@@ -87,7 +92,7 @@ class Server:
             "status": status,
             "problem": problem,
             "engine": state.value,
-            "restarts": self.supervisor.num_restarts,
+            "restarts": supervisor.num_restarts,
             "step_age_seconds": round(beat_age, 3),
             "progress_age_seconds": round(progress_age, 3),
             "steps": client.beat.steps,

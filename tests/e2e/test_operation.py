@@ -90,12 +90,12 @@ def test_probes_and_metrics(slow: Started) -> None:
             f"quire_queue_seconds_count{{{route}}} ",
             f'quire_http_replies_total{{method="POST",{route},status="200"}} ',
             'quire_failures_total{code="unknown_route",route="other"} ',
-            "quire_engine_running ",
-            "quire_engine_waiting ",
-            "quire_engine_batch_tokens ",
-            "quire_engine_hit_tokens_total ",
-            "quire_engine_preemptions_total ",
-            'quire_engine_cache_available{group="full"} ',
+            'quire_engine_running{engine="0"} ',
+            'quire_engine_waiting{engine="0"} ',
+            'quire_engine_batch_tokens{engine="0"} ',
+            'quire_engine_hit_tokens_total{engine="0"} ',
+            'quire_engine_preemptions_total{engine="0"} ',
+            'quire_engine_cache_available{engine="0",group="full"} ',
         ):
             assert line in text, line
 
@@ -331,7 +331,7 @@ def test_an_engine_that_dies_or_hangs_is_replaced_and_streams_go_on(model_here: 
             codes = [error["code"] for error in other.get("/admin/errors").json()["errors"]]
             assert set(codes) == {"engine_lost", "engine_hung"}
             metrics = other.get("/metrics").text
-            assert 'quire_engine_moves_total{transition="recovered"} 2.0' in metrics
+            assert 'quire_engine_moves_total{engine="0",transition="recovered"} 2.0' in metrics
             # Once the budget is spent the server says so, and why.
             pid = other.get("/admin/engine").json()["pid"]
             with client.stream("POST", COMPLETE, json={**LONG, "stream": True}) as stream:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.client.engine_client import EngineClient
+from quire.client.fleet import Fleet, Replica
 from quire.client.supervisor import Supervisor, SupervisorLimits
 from quire.config import Config
 from quire.config_build import override_config
@@ -72,7 +73,9 @@ class FakeServer:
         tokenizer = Tokenizer.from_folder(model)
         pool = WorkerPool(setup, log.write) if with_workers else None
         self.work: TextWork = pool or InlineTextWork(TextTasks(setup, tokenizer))
-        self.server = make_server(config, supervisor, tokenizer, log, setup, self.work)
+        self.server = make_server(
+            config, Fleet({"tiny": [Replica("0", client, supervisor)]}), tokenizer, log, setup, self.work
+        )
         self.app = create_app(self.server, "test")
 
     async def post(self, path: str, body: bytes, method: str = "POST", headers: dict[str, str] | None = None,

@@ -34,7 +34,7 @@ def test_a_refusal_names_the_measured_time(tmp_path: Path) -> None:
 
     async def play() -> None:
         fake = FakeServer(tmp_path)
-        client = fake.server.client
+        client = fake.server.fleet.lead.client
         client.throughput.record(0.0, 0)
         client.throughput.record(30.0, 20)  # two in three seconds, while it worked
         client.beat = wire.Beat(waiting=8)

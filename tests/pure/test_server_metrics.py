@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from quire.client.engine_client import EngineClient
+from quire.client.fleet import Fleet, Replica
 from quire.client.supervisor import Supervisor, SupervisorLimits
 from quire.engine.host.wire import Beat, GroupUsage
 from quire.server.metrics import Metrics
@@ -34,7 +35,7 @@ def make_text() -> str:
     )
     supervisor = Supervisor(client, lambda settings: None, {}, SupervisorLimits(1, 1.0, 1.0, None, "same"))
     supervisor.errors.put("engine", "engine_lost", "gone")
-    metrics.watch(supervisor)
+    metrics.watch(Fleet({"m": [Replica("0", client, supervisor)]}))
     metrics.http_opened()
     metrics.http_closed("/r", "POST", 200, 0.1)
     metrics.failed("/r", "code")
@@ -47,19 +48,22 @@ def make_text() -> str:
 
 def test_engine_figures_come_from_the_last_beat() -> None:
     text = make_text()
-    assert "quire_engine_batch_tokens 25.0" in text and "quire_engine_running 2.0" in text
-    assert 'quire_engine_cache_available{group="full"} 7.0' in text and "quire_engine_up 1.0" in text
+    assert 'quire_engine_batch_tokens{engine="0"} 25.0' in text and 'quire_engine_running{engine="0"} 2.0' in text
+    assert (
+        'quire_engine_cache_available{engine="0",group="full"} 7.0' in text
+        and 'quire_engine_up{engine="0"} 1.0' in text
+    )
 
 
 def test_states_moves_and_failures_are_counted() -> None:
     text = make_text()
     for line in (
-        'quire_engine_state{state="starting"} 1.0',
-        'quire_engine_state{state="failed"} 0.0',
-        'quire_engine_moves_total{transition="lost"} 0.0',
-        'quire_loop_moves_total{transition="turn"} 5.0',
-        'quire_errors_total{code="engine_lost",kind="engine"} 1.0',
-        "quire_resumed_total 0.0",
+        'quire_engine_state{engine="0",state="starting"} 1.0',
+        'quire_engine_state{engine="0",state="failed"} 0.0',
+        'quire_engine_moves_total{engine="0",transition="lost"} 0.0',
+        'quire_loop_moves_total{engine="0",transition="turn"} 5.0',
+        'quire_errors_total{code="engine_lost",engine="0",kind="engine"} 1.0',
+        'quire_resumed_total{engine="0"} 0.0',
     ):
         assert line in text, line
 

@@ -137,7 +137,7 @@ class LiveFeed:
         self._samples.append((now, msgspec.Raw(to_json(sample))))
 
     def _take_steps(self) -> None:
-        recent = self._server.client.beat.recent
+        recent = self._server.fleet.lead.client.beat.recent
         last = self._steps[-1].step if self._steps else 0
         if recent and recent[-1].step < last:  # a replaced engine restarts its count
             self._steps.clear()
@@ -158,13 +158,13 @@ class LiveFeed:
 
     def _open(self) -> list[dict[str, Any]]:
         """Open requests, oldest first, without any of their text."""
-        return _shown(self._server.client.live.values())
+        return _shown(one for _, one in self._server.fleet.live())
 
     def _open_of(self, caller: bytes | None) -> list[dict[str, Any]]:
         """One caller's open requests: their salt begins with the caller's tenant id, unless callers share prefixes."""
         if caller is None or self._server.config.server.share_prefixes:
             return []
-        return _shown(one for one in self._server.client.live.values() if one.request.salt.startswith(caller))
+        return _shown(one for _, one in self._server.fleet.live() if one.request.salt.startswith(caller))
 
 
 def _shown(live: Iterable[LiveRequest]) -> list[dict[str, Any]]:

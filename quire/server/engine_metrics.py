@@ -1,0 +1,92 @@
+"""The engines' Prometheus metrics, read from their last beats at each scrape. Each has the label of its replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from quire.client.fleet import Fleet, Replica
+
+LABEL = "engine"
+Values = Iterable[tuple[tuple[str, ...], float]]  # values of the labels after the replica's, and the figure
+
+
+class EngineCollector:
+    COUNTERS = (
+        ("steps", "Steps run"),
+        ("computed_tokens", "Tokens computed in all steps (the sum of batch tokens)"),
+        ("prompt_tokens", "Of these, tokens of prompts"),
+        ("rows", "Rows of all steps (the sum of batch sizes)"),
+        ("prompt_rows", "Of these, rows that computed tokens of a prompt"),
+        ("sampled_tokens", "Tokens sampled"),
+        ("preemptions", "Requests pushed out for lack of room"),
+        ("lookup_tokens", "Prompt tokens looked up in the prefix cache"),
+        ("hit_tokens", "Prompt tokens found in the prefix cache"),
+        ("evicted_units", "Pages and slots dropped from the prefix cache"),
+        ("busy_seconds", "Time the loop was not waiting for work"),
+    )
+    GAUGES = (
+        ("running", "Requests that hold a row"),
+        ("waiting", "Requests in the queue"),
+        ("held", "Requests that wait for another's prompt"),
+    )
+
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Any]:
+        """Yield each family once, with the figures of all replicas."""
+        families: dict[str, Any] = {}
+        for replica in self._fleet.replicas:
+            for family, values in self._families(replica):
+                known = families.setdefault(family.name, family)
+                for labels, value in values:
+                    known.add_metric([replica.label, *labels], value)
+        yield from families.values()
+
+    def _families(self, replica: Replica) -> Iterator[tuple[Any, Values]]:
+        client, supervisor = replica.client, replica.supervisor
+        states, beat = supervisor.states, client.beat
+        errors = [(tuple(key.split("/", 1)), count) for key, count in supervisor.errors.counts.items()]
+        state = [((one.value,), float(one is states.state)) for one in type(states.state)]
+        yield _gauge("quire_engine_state", "1 for the state the engine process is in", state, "state")
+        moves = _by_name(states.counts)
+        yield _counter("quire_engine_moves", "Moves of the engine process by name", moves, "transition")
+        turns = _by_name(beat.transitions)
+        yield _counter("quire_loop_moves", "Moves of the engine's loop by name", turns, "transition")
+        yield _counter("quire_errors", "Failures by kind and code", errors, "kind", "code")
+        yield _counter("quire_resumed", "Requests that went on with another engine", _one(client.num_resumed))
+        peak = _one(supervisor.peak_memory)
+        yield _gauge("quire_engine_peak_memory_bytes", "Most the engine process has held", peak)
+        for name, text in self.COUNTERS:
+            yield _counter(f"quire_engine_{name}", text, _one(getattr(beat, name)))
+        for name, text in self.GAUGES:
+            yield _gauge(f"quire_engine_{name}", text, _one(getattr(beat, name)))
+        per_step = beat.computed_tokens / beat.steps if beat.steps else 0.0
+        yield _gauge("quire_engine_batch_tokens", "Mean tokens of a step since the start", _one(per_step))
+        yield _gauge("quire_engine_up", "1 while the engine lives", _one(client.is_attached))
+        age = _one(client.beat_age())
+        yield _gauge("quire_engine_step_age_seconds", "Since the loop last got past a step", age)
+        total = [((group.name,), float(group.num_units)) for group in beat.groups]
+        free = [((group.name,), float(group.num_available)) for group in beat.groups]
+        yield _gauge("quire_engine_cache_units", "Pages or slots of a group", total, "group")
+        yield _gauge("quire_engine_cache_available", "Free, or held by the cache only", free, "group")
+
+
+def _one(value: float) -> Values:
+    return [((), float(value))]
+
+
+def _by_name(counts: dict[str, int]) -> Values:
+    return [((name,), float(count)) for name, count in counts.items()]
+
+
+def _counter(name: str, text: str, values: Values, *labels: str) -> tuple[Any, Values]:
+    return CounterMetricFamily(name, text, labels=[LABEL, *labels]), values
+
+
+def _gauge(name: str, text: str, values: Values, *labels: str) -> tuple[Any, Values]:
+    return GaugeMetricFamily(name, text, labels=[LABEL, *labels]), values

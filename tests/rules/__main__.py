@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.rules.removals import REMOVALS, Edit, Removal
+from tests.rules.removal import Edit, Removal
+from tests.rules.removals import REMOVALS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("quire", "tests", "docs", ".ci", "pyproject.toml", "README.md")

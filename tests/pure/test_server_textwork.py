@@ -20,6 +20,7 @@ from quire.server.http.bodies import decode_json
 from quire.server.http.errors import ApiError
 from quire.server.textwork import pool as pools
 from quire.server.textwork.pool import InlineTextWork, WorkerPool
+from quire.server.textwork.process import NICE
 from quire.server.textwork.tasks import (
     CheckBody,
     DecodeTokens,
@@ -138,6 +139,19 @@ def test_the_kernel_refuses_memory_beyond_a_workers_limit(tmp_path: Path) -> Non
     assert with_pool(setup_of(tmp_path, template), work)[0].text == "400000000"
     refused, _ = with_pool(setup_of(tmp_path, template, memory=256 << 20), work)
     assert refused.code == "template_error", refused
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this system groups no sessions")
+def test_workers_yield_the_processor_also_to_other_sessions(tmp_path: Path) -> None:
+    """Between sessions, Linux compares the priority of groups and ignores that of processes."""
+
+    async def work(pool: WorkerPool) -> list[tuple[int, str]]:
+        await pool.run(EncodeText("x" * 70_000, 100_000))  # starts the worker for long tasks
+        groups = [Path(f"/proc/{worker}/autogroup").read_text().split()[-1] for worker in pool.process_ids]
+        return list(zip((os.getpriority(os.PRIO_PROCESS, worker) for worker in pool.process_ids), groups, strict=True))
+
+    found, _ = with_pool(setup_of(tmp_path), work)
+    assert len(found) == 2 and all(nice >= NICE and group == str(NICE) for nice, group in found), found
 
 
 def test_a_worker_that_is_killed_is_replaced_and_its_task_done(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ TEXT_REMOVALS: tuple[Removal, ...] = (
     # -- text workers
     drop("text cost", "a task's processor time is bounded", f"{TEXTWORK}_the_kernel_ends_what_computes_too_long",
          "quire/server/textwork/process.py", "processor_seconds(setup, len(payload)))", "0)"),
+    drop("text cost", "workers yield the processor", f"{TEXTWORK}_workers_yield_the_processor_also_to_other_sessions",
+         "quire/server/textwork/process.py", 'Path("/proc/self/autogroup").write_text(str(NICE))', "pass"),
     drop("text cost", "a worker's memory is bounded", f"{TEXTWORK}_the_kernel_refuses_memory_beyond_a_workers_limit",
          "quire/server/textwork/process.py", "resource.setrlimit(resource.RLIMIT_AS, (memory, memory))", "del memory"),
     drop("text cost", "what kills its worker is not tried again",

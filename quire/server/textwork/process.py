@@ -13,6 +13,8 @@ import signal
 import socket
 import struct
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,7 +35,7 @@ def processor_seconds(setup: Setup, num_bytes: int) -> float:
 
 
 def main(descriptor: int) -> int:
-    os.nice(NICE)
+    _lower_priority()
     link = socket.socket(fileno=descriptor)
     first = read_frame(link)
     if first is None:
@@ -56,6 +58,14 @@ def main(descriptor: int) -> int:
         if _memory_bytes()[1] > resident + KEPT_MEMORY:
             return 0
     return 0
+
+
+def _lower_priority() -> None:
+    """Let the event loop and the engine go first. Linux may schedule the processes of a session as one group, within
+    which alone `nice` counts. A worker is a session of its own, so the priority of its group is lowered too."""
+    os.nice(NICE)
+    with suppress(OSError):  # a system without such groups
+        Path("/proc/self/autogroup").write_text(str(NICE))
 
 
 def _run(tasks: TextTasks, decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Result:

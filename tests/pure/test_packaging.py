@@ -65,3 +65,13 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert project["version"] == quire.__version__
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert "\n## Unreleased\n" in changelog and f"\n## {quire.__version__}\n" in changelog
+
+
+def test_every_source_of_the_native_library_is_shipped() -> None:
+    """A package without one of them could not be compiled where it is installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["quire.kernels.native"]
+    folder = ROOT / "quire/kernels/native"
+    sources = {path for path in (folder / "src").rglob("*") if path.is_file()}
+    assert len(sources) > 30
+    assert sources == {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}

@@ -1,8 +1,8 @@
 """Compiles the C++ kernels into one shared library: in `setup.py` for a package build, in `make native` in place.
 
 It also runs as a script (`python quire/kernels/native/building.py`) and imports nothing of the package, so that a build
-needs only a C++ compiler. Each instruction set is a source file with its own flags; one is chosen when the library is
-opened.
+needs only a C++ compiler. Each instruction set is a source file in `src/isa` with its own flags; one is chosen when the
+library is opened.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class BuildError(Exception):
 def source_digest() -> str:
     """Returns a digest of the sources, compiled into the library so that a stale library is not used."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -81,11 +81,11 @@ def build(target: Path) -> None:
             out = str(Path(folder) / f"{source.stem}.o")
             extra = X86_FLAGS.get(source.name, []) if is_x86 else []
             defined = f'-DQUIRE_SOURCES="{source_digest()}"'
-            _run([compiler, *FLAGS, *extra, defined, "-c", str(source), "-o", out])
+            _run([compiler, *FLAGS, *extra, f"-I{SOURCES}", defined, "-c", str(source), "-o", out])
             return out
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            objects = list(threads.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+            objects = list(threads.map(compile_one, sorted(SOURCES.rglob("*.cpp"))))
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_suffix(".new")
         _run([compiler, "-shared", "-pthread", "-o", str(fresh), *objects])

@@ -27,18 +27,27 @@ class DraftUnits:
         count = cache.chunk_end(request, request.planned, end + count + 1) - 1 - end
         if any(cache.available(group) < 2 for group in cache.state):
             return 0  # a backup would take the last slot that a waiting request needs
+        count = self.extend(request, end, count, margin, plan)
+        if not count:
+            return 0
+        for group in cache.state:
+            lease.backup[group] = cache.ledger.take(group)
+            plan.copies.append(Copy(CopyKind.DEVICE, group, lease.units[group][0], lease.backup[group]))
+        return count
+
+    def extend(self, request: Request, end: int, count: int, margin: int, plan: Plan) -> int:
+        """Extend the lease's pages by up to `count` tokens after `end`, leaving `margin` pages per group available.
+
+        Returns how many tokens have room.
+        """
+        cache, lease = self._cache, lease_of(request)
         missing = max(
             -(-(end + count) // cache.page_tokens) - min((len(lease.units[g]) for g in cache.paged), default=0), 0
         )
         is_spare = all(cache.free_for(lease, group) >= missing + margin for group in cache.paged)
         if cache.paged and not (missing <= 0 or (is_spare and cache.reserve(request, end + count, plan))):
             count = min(count, -end % cache.page_tokens)  # as many as the last page has room for
-        if count <= 0:
-            return 0
-        for group in cache.state:
-            lease.backup[group] = cache.ledger.take(group)
-            plan.copies.append(Copy(CopyKind.DEVICE, group, lease.units[group][0], lease.backup[group]))
-        return count
+        return max(count, 0)
 
     def settle(self, request: Request, rejected: int, fence: int) -> None:
         """Release the units of rejected drafts after step `fence`. The request's tokens are those that remain."""

@@ -12,6 +12,7 @@ from quire.cache.draft_units import DraftUnits
 from quire.cache.index import CacheIndex
 from quire.engine.speculation.seam import Drafter, max_drafts
 from quire.types import Plan, PlanRow, Request
+from quire.types.bounds import MAX_DRAFTS
 
 Drafts = Mapping[str, list[int]]  # by request id
 NO_DRAFTS: Drafts = {}
@@ -39,7 +40,9 @@ class PlannedDrafts:
         """True if a request with a token in flight shall not be planned before that token is known."""
         if self.drafter is None:
             return False
-        return request.num_drafts > 0 or (request.params.speculate and self.drafter.waits(request))
+        if request.num_drafts > 0 or request.num_proposals > 0:
+            return True
+        return request.params.speculate and self.drafter.waits(request)
 
     def add(self, request: Request, chosen: Drafts, budget: int, margin: int, plan: Plan) -> int:
         """Add a decode's drafts to the plan, whose next row is that of the request. Returns how many have room."""
@@ -53,6 +56,20 @@ class PlannedDrafts:
             request.num_drafts = count
             request.pending += count
         return count
+
+    def plan_proposals(self, requests: Mapping[str, Request], margin: int, plan: Plan) -> None:
+        """Add to the plan for which of its rows the device proposes drafts, and the units those need."""
+        if self.drafter is None:
+            return
+        indices = {row.request_id: index for index, row in enumerate(plan.rows) if row.wants_sample}
+        asking = [r for r in (requests[name] for name in indices) if r.params.speculate and r.inflight == 1]
+        lengths = self.drafter.plan_proposals(asking, plan.num_tokens) if asking else {}
+        for request_id, length in lengths.items():
+            request = requests[request_id]
+            count = min(length, MAX_DRAFTS, request.max_len - request.planned - 2)
+            count = self._units.extend(request, request.planned, count, margin, plan) if count > 0 else 0
+            if count:
+                plan.proposals[indices[request_id]] = request.num_proposals = count
 
     def write_moved(self, request: Request, plan: Plan) -> None:
         """Tell the device which slots hold the live state of a request, if rejected drafts have changed them."""
@@ -76,10 +93,16 @@ class PlannedDrafts:
         if self.drafter is not None:
             self.drafter.verified(request, row.num_drafts, num_accepted)
 
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """Report how long a step took."""
+    def take_proposals(self, request: Request, drafts: list[int], chances: Sequence[float]) -> None:
+        """Hand drafts that the device has proposed to the drafter, once the step's tokens are appended."""
+        request.num_proposals = 0
+        if drafts and self.drafter is not None:
+            self.drafter.proposed(request, drafts, chances)
+
+    def observe(self, plan: Plan, seconds: float, proposing: float) -> None:
+        """Report how long a step took, and how long the device proposed drafts after it."""
         if self.drafter is not None:
-            self.drafter.observe(plan, seconds)
+            self.drafter.observe(plan, seconds, proposing)
 
     def end(self, *requests: Request) -> None:
         """Forget requests that have ended."""

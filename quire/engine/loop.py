@@ -173,7 +173,8 @@ class Engine:
         self.states.move("commit")
         self._inflight.popleft()
         done = self.scheduler.clock()
-        self.scheduler.observe(plan, done - max(started, self._last_done))  # a step runs once the previous one is done
+        seconds = done - max(started, self._last_done)  # a step runs once the previous one is done
+        self.scheduler.observe(plan, max(seconds - output.draft_seconds, 0.0), output.draft_seconds)
         self._last_done = done
         try:
             with self.tracer.span("commit", plan):

@@ -82,7 +82,8 @@ class RequestTable:
         """Release the state of a request. Its full pages stay in the prefix tree until they are evicted."""
         self.wake(self._cache.release(request, self.last_step))
         request.status = Status.WAITING
-        request.computed = request.planned = request.pending = request.inflight = request.num_drafts = 0
+        request.computed = request.planned = request.pending = request.inflight = 0
+        request.num_drafts = request.num_proposals = 0
 
     def end(self, request: Request, reason: FinishReason) -> Delta:
         """End a request in any status and release what it holds. Returns its final delta."""

@@ -135,16 +135,18 @@ class Scheduler:
             self._admit(budget, plan)
         if not plan.rows and not plan.copies and not plan.added:
             return None
+        if self._only is None:
+            self._drafts.plan_proposals(self.requests, len(self.running), plan)
         plan.freed = self.table.rows.take_freed()
         self.table.last_step = plan.step
         self.stats.count(plan, *self._num_prompt)
         self._num_prompt = (0, 0)
         return plan
 
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """Report how long a step took to the policy that sizes the steps."""
+    def observe(self, plan: Plan, seconds: float, proposing: float = 0.0) -> None:
+        """Report how long a step took, and how long the device proposed drafts after it."""
         self._chunking.observe(plan, seconds)
-        self._drafts.observe(plan, seconds)
+        self._drafts.observe(plan, seconds, proposing)
 
     def set_step_target(self, step_target_seconds: float | None) -> None:
         """Set the target time of steps that contain decodes; None: steps as large as the limits allow."""
@@ -368,6 +370,10 @@ class Scheduler:
                 reason = append_tokens(request, delta)
                 if row.num_drafts:
                     self._drafts.settle(request, row, num_accepted, self.table.last_step)
+                if index in plan.proposals:
+                    self._drafts.take_proposals(
+                        request, output.drafts.get(index, []), output.draft_chances.get(index, [])
+                    )
                 num_sampled += len(delta.token_ids)
             if reason is not None:
                 self._finish(delta, request, reason)

@@ -134,6 +134,8 @@ class Plan(msgspec.Struct, tag="plan", array_like=True, gc=False):
     may_mask: bool = False  # some row may have a grammar, so sampling waits for the masks
     # Plan index -> drafts of a row that come from the host. A row with drafts is in one step in flight only.
     drafts: dict[Count, Annotated[list[Count], Meta(max_length=MAX_DRAFTS)]] = {}
+    # Plan index -> how many drafts of the row's next tokens the device's draft network proposes after this step.
+    proposals: dict[Count, Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -166,5 +168,7 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # one per prompt token
     drafts: dict[int, list[int]] = {}  # drafts that the device has proposed for the row's next step
+    draft_chances: dict[int, Vector] = {}  # of each, the draft network's own probability
+    draft_seconds: float = 0.0  # time that the device took to propose them
     pooled: dict[int, Vector] = {}  # pooled hidden states of the prompt
     bad_rows: Annotated[list[Count], Meta(max_length=MAX_VALUES)] = []  # rows for which no token could be sampled

@@ -88,6 +88,7 @@ class Request:
     pending: int = 0  # upper bound of the sampled tokens in flight, which exist on the device only
     inflight: int = 0  # number of steps in flight with this request
     num_drafts: int = 0  # drafts in the step in flight; such a request is in one step only
+    num_proposals: int = 0  # drafts that the device proposes after the step in flight
     status: Status = Status.WAITING
     row: int = -1
     lease: CacheLease | None = None  # from the moment the request is queued

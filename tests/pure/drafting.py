@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from quire.engine.speculation.seam import Draft, max_drafts
-from quire.types import Plan, Request
+from quire.types import Plan, Request, Status
 from tests.pure.shadow import VOCAB, digest_of, next_token
 
 Oracle = Callable[[Request, list[int]], int]  # request, tokens that follow its own -> the token that comes then
@@ -23,9 +23,13 @@ class RandomDrafter:
     name = "random"
 
     def __init__(self, rng: random.Random, *, right: float = 0.6, silent: float = 0.3, longest: int = 6,
-                 waits: float = 1.0, oracle: Oracle = shadow_oracle, vocab: int = VOCAB):  # fmt: skip
+                 waits: float = 1.0, oracle: Oracle = shadow_oracle, vocab: int = VOCAB,
+                 proposing: bool = False):  # fmt: skip
         self._rng, self._right, self._silent, self._longest, self._waits = rng, right, silent, longest, waits
         self._oracle, self._vocab = oracle, vocab
+        self.proposing = proposing  # lets the device propose, and verifies what it proposed
+        self.proposals: dict[str, tuple[int, list[int]]] = {}  # request id -> its length, drafts that follow
+        self.num_proposed = 0
         self.num_drafts = self.num_accepted = self.num_partial = 0
         self.open: set[str] = set()
 
@@ -44,6 +48,10 @@ class RandomDrafter:
             assert request.pending == request.num_drafts == 0, "its tokens are not all known"
             self.open.add(request.id)
             count = 0 if self._rng.random() < self._silent else self._rng.randint(1, self._longest)
+            length, proposed = self.proposals.get(request.id, (0, []))
+            if length == len(request.tokens) and count:
+                drafts.append(Draft(proposed[:budget], [0.5] * len(proposed[:budget]), self.name))
+                continue
             tokens: list[int] = []
             for _ in range(min(count, budget)):
                 is_right = self._rng.random() < self._right
@@ -59,11 +67,22 @@ class RandomDrafter:
         self.num_accepted += num_accepted
         self.num_partial += 0 < num_accepted < num_drafts
 
-    def observe(self, plan: Plan, seconds: float) -> None:
+    def plan_proposals(self, requests: Sequence[Request], num_tokens: int) -> dict[str, int]:
+        if not self.proposing:
+            return {}
+        return {r.id: self._rng.randint(1, self._longest) for r in requests if self._rng.random() > self._silent}
+
+    def proposed(self, request: Request, drafts: list[int], chances: Sequence[float]) -> None:
+        assert len(drafts) == len(chances) > 0 and request.status is not Status.ENDED
+        self.num_proposed += len(drafts)
+        self.proposals[request.id] = (len(request.tokens), drafts)
+
+    def observe(self, plan: Plan, seconds: float, proposing: float = 0.0) -> None:
         pass
 
     def end(self, request: Request) -> None:
         self.open.discard(request.id)
+        self.proposals.pop(request.id, None)
 
     def stats(self) -> dict[str, object]:
         return {}

@@ -152,7 +152,25 @@ class ShadowDevice:
                 row.tokens[length:] = tokens[-1]
         for copy in plan.snapshots:
             self._copy(copy.kind, copy.group, copy.source, copy.target)
-        return StepOutput(plan.step, tokens)
+        output = StepOutput(plan.step, tokens)
+        for index, count in plan.proposals.items():
+            output.drafts[index] = self._propose(self.rows[plan.rows[index].row], count)
+            output.draft_chances[index] = [0.5] * count
+        return output
+
+    def _propose(self, row: Row, count: int) -> list[int]:
+        """Drafts that are right but for the last one. Their draft network's state needs pages, which it leaves full of
+        what no one may read."""
+        newest, drafts = len(row.tokens) - 1, []
+        for place in range(count):
+            drafts.append((next_token(digest_of(row.tokens + drafts), row.seed) + (place == 3)) % VOCAB)
+            for group, spec in enumerate(self.specs):
+                if spec.kind == "paged":
+                    position = newest + place
+                    page = row.tables[group][position // spec.page_tokens]
+                    assert page != 0, "proposed into the scratch page"
+                    self.pages[group][page][position % spec.page_tokens] = None
+        return drafts
 
     def _verify(self, row: Row, length: int, drafts: list[int], masks: bytes | None) -> list[int]:
         """What is sampled in each place, up to and with the first that is not the draft there."""

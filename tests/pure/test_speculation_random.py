@@ -19,3 +19,13 @@ def test_random_moves_with_drafts(mix: str, preemption: str, depth: int) -> None
     make_random_moves(mix, preemption, depth, drafter=drafter, moves=420)
     assert drafter.num_partial > 10 and drafter.num_accepted > 50
     assert not drafter.open, "the drafter was not told that these ended"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("mix", [*MIXES, "all, few"])
+def test_random_moves_with_drafts_that_the_device_proposes(mix: str, depth: int) -> None:
+    rng = random.Random(f"{SEED}/{mix}/{depth}/proposals")
+    drafter = RandomDrafter(rng, waits=0.6, proposing=True)
+    make_random_moves(mix, "auto", depth, drafter=drafter, moves=420)
+    assert drafter.num_proposed > 100 and drafter.num_accepted > 50
+    assert not drafter.proposals, "the drafter was not told that these ended"

@@ -56,6 +56,7 @@ copies = st.builds(Copy, st.sampled_from(CopyKind), counts, counts, counts)
 plans = st.builds(
     Plan, steps, st.lists(rows, max_size=5), st.lists(inits, max_size=2), st.lists(counts, max_size=5),
     st.lists(writes, max_size=3), st.lists(copies, max_size=3), st.lists(copies, max_size=3), st.booleans(),
+    proposals=st.dictionaries(indices, st.integers(1, 64), max_size=3),
 )  # fmt: skip
 scores = st.builds(
     TokenLogprobs, token_ids, values, counts, st.lists(token_ids, max_size=3), st.lists(values, max_size=3)
@@ -65,6 +66,7 @@ outputs = st.builds(
     logprobs=st.dictionaries(indices, st.lists(scores, max_size=2), max_size=3),
     prompt_logprobs=st.dictionaries(indices, st.lists(scores, max_size=2), max_size=2),
     drafts=st.dictionaries(indices, st.lists(token_ids, max_size=4), max_size=2),
+    draft_chances=st.dictionaries(indices, st.lists(values, max_size=4), max_size=2), draft_seconds=values,
     pooled=st.dictionaries(indices, st.lists(values, max_size=4), max_size=2),
     bad_rows=st.lists(indices, max_size=3),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.engine.speculation.device import DeviceProposer
 from quire.engine.speculation.forced import cut_to_grammar
 from quire.engine.speculation.seam import Draft, Proposer, max_drafts
 from quire.engine.speculation.survival import SurvivalRecord
@@ -50,10 +51,13 @@ class _DraftInterval:
 class GoodputDrafter:
     """Implements `Drafter`."""
 
-    def __init__(self, proposers: Sequence[Proposer], costs: StepCosts | None = None):
-        """`proposers`: asked in order; the first draft of a request is taken."""
+    def __init__(
+        self, proposers: Sequence[Proposer], costs: StepCosts | None = None, device: DeviceProposer | None = None
+    ):
+        """`proposers`: asked in order, the device's last; the first draft of a request is taken."""
         self.costs = costs or StepCosts()
-        self._proposers = list(proposers)
+        self._device = device
+        self._proposers = [*proposers, *([device] if device is not None else [])]
         self._survival = SurvivalRecord()
         self._intervals: dict[str, _DraftInterval] = {}
         self._barred: dict[str, set[str]] = {}  # request id -> proposers that have raised an error for it
@@ -109,7 +113,29 @@ class GoodputDrafter:
         self._counts[source, "accepted"] += num_accepted
         self._seconds_without += num_accepted * self._seconds_per_token
 
-    def observe(self, plan: Plan, seconds: float) -> None:
+    def plan_proposals(self, requests: Sequence[Request], num_tokens: int) -> dict[str, int]:
+        if self._device is None or self._rest > 0:
+            return {}
+        asking = []
+        for request in requests:
+            self._device.score(request)
+            interval = self._intervals.get(request.id)
+            # Where another proposer has found something, it usually finds more.
+            if (interval is None or not interval.rest) and self._sources.get(request.id) in (None, self._device.name):
+                asking.append(request)
+        if not asking:
+            return {}
+        num_keys = sum(len(request.tokens) for request in asking)
+        length = self._device.length(len(asking), num_keys, self.costs)
+        return {request.id: length for request in asking} if length else {}
+
+    def proposed(self, request: Request, drafts: list[int], chances: Sequence[float]) -> None:
+        if self._device is not None:
+            self._device.take(request, drafts, chances)
+
+    def observe(self, plan: Plan, seconds: float, proposing: float = 0.0) -> None:
+        if plan.proposals and proposing and self._device is not None:
+            self._device.timed(max(plan.proposals.values()), proposing)
         num_tokens = num_keys = num_drafts = 0
         for row in plan.rows:
             if not row.wants_sample or row.count != 1 + row.num_drafts:

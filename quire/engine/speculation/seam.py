@@ -59,8 +59,18 @@ class Drafter(Protocol):
         """Report how many of a request's drafts were accepted. Called once the step's tokens are in the request."""
         ...
 
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """Report how long a step took."""
+    def plan_proposals(self, requests: Sequence[Request], num_tokens: int) -> Mapping[str, int]:
+        """Return for which requests the device's draft network shall propose drafts after the step being planned, and
+        how many. `requests` are those that sample in the step, `num_tokens` is how many tokens the step computes."""
+        ...
+
+    def proposed(self, request: Request, drafts: list[int], chances: Sequence[float]) -> None:
+        """Report drafts that the device has proposed, and the draft network's own probability of each. They follow the
+        request's tokens."""
+        ...
+
+    def observe(self, plan: Plan, seconds: float, proposing: float = 0.0) -> None:
+        """Report how long a step took, and how long the device proposed drafts after it."""
         ...
 
     def end(self, request: Request) -> None:

@@ -61,12 +61,15 @@ class LLM:
         progress: bool = False,
         priority: int = 0,
         timeout: float | None = None,
+        salt: bytes = b"",
     ) -> list[Output]:
-        """Completes one prompt or several: strings, lists of token ids, or conversations."""
+        """Completes one prompt or several: strings, lists of token ids, or conversations. Cached prefixes and outputs
+        that drafts are made of are shared only between calls with one `salt`."""
         many = _as_list(prompts)
         each = _params_for(params, len(many))
         todo = deque(
-            self._requests(self.edge.encode(prompt), p, priority, timeout) for prompt, p in zip(many, each, strict=True)
+            self._requests(self.edge.encode(prompt), p, priority, timeout, salt)
+            for prompt, p in zip(many, each, strict=True)
         )
         replies = [Reply(self.edge, requests) for requests in todo]
         opened = [_Open(reply, keep=False) for reply in replies]
@@ -97,6 +100,7 @@ class LLM:
         tools: Sequence[dict[str, Any]] | None = None,
         tool_choice: str = "auto",
         progress: bool = False,
+        salt: bytes = b"",
         **template_kwargs: Any,
     ) -> list[Output]:
         """Answer one conversation (a list of messages) or several. `Output.message` has the answer's content, reasoning
@@ -109,7 +113,7 @@ class LLM:
             for c, p in zip(conversations, each, strict=True)
         ]
         bound = [replace(p, grammar=turn.grammar) for turn, p in zip(turns, each, strict=True)]
-        outputs = self.generate([turn.tokens for turn in turns], bound, progress=progress)
+        outputs = self.generate([turn.tokens for turn in turns], bound, progress=progress, salt=salt)
         return [self.edge.read_answer(*one) for one in zip(turns, outputs, each, strict=True)]
 
     def embed(
@@ -224,9 +228,9 @@ class LLM:
     # -- running the loop -----------------------------------------------------------------------------------------
 
     def _requests(
-        self, tokens: list[int], params: SamplingParams, priority: int, timeout: float | None
+        self, tokens: list[int], params: SamplingParams, priority: int, timeout: float | None, salt: bytes = b""
     ) -> list[Request]:
-        requests = self.edge.requests(tokens, params, priority=priority, timeout=timeout)
+        requests = self.edge.requests(tokens, params, priority=priority, timeout=timeout, salt=salt)
         if params.grammar is not None:
             if self._parts.grammars is None:
                 raise QuireError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.bench_flags import FLAGS
 from quire.cli.bench_hostile import add_hostile, run_hostile
 from quire.cli.bench_online import add_compare, add_online, run_compare, run_online
+from quire.cli.bench_speculation import add_speculation, run_speculation
 from quire.cli.output import print_error, print_note, write_json
 from quire.cli.run import OpenLLM, open_llm
 from quire.config_build import config_from_args
@@ -44,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
     add_online(benchmarks)
     add_compare(benchmarks)
     add_hostile(benchmarks)
+    add_speculation(benchmarks)
     for name, benchmark in benchmarks.choices.items():
         benchmark.usage = f"quire bench {name} [options]"  # keeps the list of all settings out of usage errors
 
@@ -81,6 +83,11 @@ def _show(report: Report) -> None:
         from quire.bench.hostile.tables import show_hostile
 
         show_hostile(report)
+        return
+    if report["benchmark"] == "speculation":
+        from quire.bench.speculation.tables import show_speculation
+
+        show_speculation(report)
         return
     if report["benchmark"] == "kernels":
         from quire.bench.kernels.suite import KernelResult
@@ -261,4 +268,5 @@ _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "compare-llama-cpp": _llama_cpp,
     "quality": _quality,
     "hostile": run_hostile,
+    "speculation": run_speculation,
 }

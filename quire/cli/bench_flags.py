@@ -36,7 +36,7 @@ def _offline(benchmarks: Any) -> None:
         choices=tuple(WORKLOADS),
         help="workload drawn from the seed, the same for every engine; several share one loaded model",
     )
-    _seed(parser, "seed of the workload")
+    add_seed_flag(parser, "seed of the workload")
     parser.add_argument(
         "--temperature",
         type=float,
@@ -44,10 +44,10 @@ def _offline(benchmarks: Any) -> None:
         metavar="X",
         help=f"0: greedy (default: {TEMPERATURE})",
     )
-    _count(parser, "--repeat", 1, "runs, each with the next seed; the median is reported too")
+    add_count_flag(parser, "--repeat", 1, "runs, each with the next seed; the median is reported too")
     parser.add_argument("--no-warmup", action="store_true", help="skip the short untimed run before the first")
     _bar(parser, "--min-output-tps", "X", "if the median is below this")
-    _common(parser)
+    add_common_flags(parser)
 
 
 def _batch(benchmarks: Any) -> None:
@@ -56,13 +56,13 @@ def _batch(benchmarks: Any) -> None:
         help="one stream against a batch",
         description="Tokens per second of one greedy request and of a batch, alternating in the same run.",
     )
-    _count(parser, "--batch", 16, "requests")
-    _count(parser, "--prompt-len", 16, "tokens")
-    _count(parser, "--output-len", 64, "tokens")
-    _count(parser, "--rounds", 3, "rounds of both sides")
-    _seed(parser)
+    add_count_flag(parser, "--batch", 16, "requests")
+    add_count_flag(parser, "--prompt-len", 16, "tokens")
+    add_count_flag(parser, "--output-len", 64, "tokens")
+    add_count_flag(parser, "--rounds", 3, "rounds of both sides")
+    add_seed_flag(parser)
     parser.add_argument("--gate", action="store_true", help="exit 2 if a bar is missed")
-    _common(parser)
+    add_common_flags(parser)
 
 
 def _latency(benchmarks: Any) -> None:
@@ -75,11 +75,11 @@ def _latency(benchmarks: Any) -> None:
         "first token, without and with a step-time target; then a long prompt on an idle engine, cold and cached.",
     )
     load = Load()
-    _count(parser, "--decodes", load.decodes, "running requests")
-    _count(parser, "--decode-len", load.decode_len, "prompt tokens of each running request")
-    _count(parser, "--prompts", load.prompts, "arriving prompts")
-    _count(parser, "--prompt-len", load.prompt_len, "tokens of each arriving prompt")
-    _count(parser, "--fresh-tail", load.fresh_tail, "tokens of the warm prompt that are not cached")
+    add_count_flag(parser, "--decodes", load.decodes, "running requests")
+    add_count_flag(parser, "--decode-len", load.decode_len, "prompt tokens of each running request")
+    add_count_flag(parser, "--prompts", load.prompts, "arriving prompts")
+    add_count_flag(parser, "--prompt-len", load.prompt_len, "tokens of each arriving prompt")
+    add_count_flag(parser, "--fresh-tail", load.fresh_tail, "tokens of the warm prompt that are not cached")
     _seconds(parser, "--every", load.every, "between arrivals")
     _seconds(parser, "--alone", load.alone_s, "of decodes without arriving prompts")
     _seconds(parser, "--rest", load.rest_s, "between prompts on an idle engine, since a hot GPU is slower")
@@ -90,8 +90,8 @@ def _latency(benchmarks: Any) -> None:
         metavar="LIST",
         help="step-time targets in ms, or off, separated by commas (default: off,50,30)",
     )
-    _seed(parser)
-    _common(parser)
+    add_seed_flag(parser)
+    add_common_flags(parser)
 
 
 def _start(benchmarks: Any) -> None:
@@ -101,13 +101,15 @@ def _start(benchmarks: Any) -> None:
         description="Start fresh processes and time them to the first token: one with an empty kernel "
         "cache, then some with a warm one.",
     )
-    _count(parser, "--prompt-len", 16, "tokens")
-    _count(parser, "--warm-runs", 2, "warm runs after the cold one")
-    _count(parser, "--run-pairs", 0, "pairs of `quire run` to its first token and `import torch`, alternating", low=0)
+    add_count_flag(parser, "--prompt-len", 16, "tokens")
+    add_count_flag(parser, "--warm-runs", 2, "warm runs after the cold one")
+    add_count_flag(
+        parser, "--run-pairs", 0, "pairs of `quire run` to its first token and `import torch`, alternating", low=0
+    )
     _bar(parser, "--max-beyond", "S", "if `quire run` takes this much longer than the import")
     _bar(parser, "--max-cold", "S", "if the cold start takes longer")
     _bar(parser, "--max-warm", "S", "if the median warm start takes longer")
-    _common(parser)
+    add_common_flags(parser)
 
 
 def _gap(benchmarks: Any) -> None:
@@ -116,11 +118,11 @@ def _gap(benchmarks: Any) -> None:
         help="idle time of the GPU between steps",
         description="Decode with many rows and time each step on host and device, and the device's idle time.",
     )
-    _count(parser, "--rows", 256, "running requests")
-    _count(parser, "--prompt-len", 64, "tokens")
-    _count(parser, "--steps", 200, "timed steps")
+    add_count_flag(parser, "--rows", 256, "running requests")
+    add_count_flag(parser, "--prompt-len", 64, "tokens")
+    add_count_flag(parser, "--steps", 200, "timed steps")
     _bar(parser, "--max-idle", "X", "if the device idles for more than this share of the time")
-    _common(parser)
+    add_common_flags(parser)
 
 
 def _growth(benchmarks: Any) -> None:
@@ -129,10 +131,10 @@ def _growth(benchmarks: Any) -> None:
         help="memory after many requests",
         description="Resident memory after some short requests and after many; it must not grow.",
     )
-    _count(parser, "--first", 200, "requests before the first reading")
-    _count(parser, "--last", 2000, "requests before the second", low=2)
-    _seed(parser)
-    _common(parser)
+    add_count_flag(parser, "--first", 200, "requests before the first reading")
+    add_count_flag(parser, "--last", 2000, "requests before the second", low=2)
+    add_seed_flag(parser)
+    add_common_flags(parser)
 
 
 def _scheduler(benchmarks: Any) -> None:
@@ -161,8 +163,8 @@ def _llama_cpp(benchmarks: Any) -> None:
         description="One stream, a long prompt and 16 streams, alternating with llama.cpp (llama-cpp-python must be "
         "installed), on a GGUF file as it is and as Q4_0; then how often either agrees with float32.",
     )
-    _count(parser, "--rounds", 5, "rounds")
-    _common(parser, groups=ENGINE_TABLES)
+    add_count_flag(parser, "--rounds", 5, "rounds")
+    add_common_flags(parser, groups=ENGINE_TABLES)
 
 
 def _quality(benchmarks: Any) -> None:
@@ -175,9 +177,9 @@ def _quality(benchmarks: Any) -> None:
     parser.add_argument(
         "--text", type=Path, required=True, metavar="FILE", help="plain text with at least stretches × length tokens"
     )
-    _count(parser, "--stretches", 8, "stretches of the text")
-    _count(parser, "--length", 1024, "tokens of each", low=2)
-    _common(parser, groups=ENGINE_TABLES)
+    add_count_flag(parser, "--stretches", 8, "stretches of the text")
+    add_count_flag(parser, "--length", 1024, "tokens of each", low=2)
+    add_common_flags(parser, groups=ENGINE_TABLES)
 
 
 FLAGS: tuple[Callable[[Any], None], ...] = (
@@ -197,7 +199,7 @@ FLAGS: tuple[Callable[[Any], None], ...] = (
 # Shared flags
 
 
-def _count(parser: ArgumentParser, flag: str, default: int, what: str, low: int = 1) -> None:
+def add_count_flag(parser: ArgumentParser, flag: str, default: int, what: str, low: int = 1) -> None:
     parser.add_argument(flag, type=_at_least(low), default=default, metavar="N", help=f"{what} (default: {default})")
 
 
@@ -205,7 +207,7 @@ def _seconds(parser: ArgumentParser, flag: str, default: float, what: str) -> No
     parser.add_argument(flag, type=_duration, default=default, metavar="S", help=f"seconds {what} (default: {default})")
 
 
-def _seed(parser: ArgumentParser, what: str = "seed of the prompts") -> None:
+def add_seed_flag(parser: ArgumentParser, what: str = "seed of the prompts") -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=f"{what} (default: 0)")
 
 
@@ -217,7 +219,7 @@ def _json(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
-def _common(parser: ArgumentParser, **config_flags: Any) -> None:
+def add_common_flags(parser: ArgumentParser, **config_flags: Any) -> None:
     """Add the flags that every benchmark with a model has."""
     _json(parser)
     add_config_flags(parser, **config_flags)

@@ -173,7 +173,7 @@ def run_online(args: Namespace, _open_llm: object) -> Report:
     arrivals, work = _planned(args)
     prompts = read_prompts(args.prompts) if args.prompts is not None else ()
     endpoint = parse_url(args.url, args.api_key or os.environ.get("QUIRE_API_KEY"))
-    _check_page(args.html)
+    check_page(args.html)
     model = args.model if args.model is not None else first_model(endpoint)
     report = bench_online(
         endpoint,
@@ -186,7 +186,7 @@ def run_online(args: Namespace, _open_llm: object) -> Report:
         warmup=not args.no_warmup,
         min_goodput=args.min_goodput,
     )
-    _write_page(args.html, render_run, report)
+    write_page(args.html, render_run, report)
     return report
 
 
@@ -224,13 +224,13 @@ def run_compare(args: Namespace, _open_llm: object) -> Report:
     from quire.bench.online.report import render_comparison
 
     a, b = read_run(args.a), read_run(args.b)
-    _check_page(args.html)
+    check_page(args.html)
     report = compare_runs(a, b, args.tolerance, args.seed)
-    _write_page(args.html, render_comparison, a.report, b.report, report)
+    write_page(args.html, render_comparison, a.report, b.report, report)
     return report
 
 
-def _check_page(path: Path | None) -> None:
+def check_page(path: Path | None) -> None:
     """Raise QuireError if the page can't be written, before anything is measured."""
     if path is not None:
         try:
@@ -239,7 +239,7 @@ def _check_page(path: Path | None) -> None:
             raise _no_page(path, error) from None
 
 
-def _write_page(path: Path | None, render: Callable[..., str], *reports: Report) -> None:
+def write_page(path: Path | None, render: Callable[..., str], *reports: Report) -> None:
     if path is not None:
         try:
             path.write_text(render(*reports), encoding="utf-8")

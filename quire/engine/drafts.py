@@ -104,6 +104,10 @@ class PlannedDrafts:
         if self.drafter is not None:
             self.drafter.observe(plan, seconds, proposing)
 
+    def stats(self) -> dict[str, object]:
+        """Return the drafter's counters."""
+        return {} if self.drafter is None else self.drafter.stats()
+
     def end(self, *requests: Request) -> None:
         """Forget requests that have ended."""
         if self.drafter is not None:

@@ -93,6 +93,11 @@ class Scheduler:
             self._ended.append(delta)
 
     @property
+    def speculation(self) -> dict[str, object]:
+        """The counters of speculation; empty without it."""
+        return self._drafts.stats()
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests or self._ended)
 

@@ -1,7 +1,8 @@
 """Plots of the online benchmark as inline SVG: distributions, and values over time.
 
 `quire.bench.online.report` embeds them in a page whose style sheet sets the colours of the runs (classes `a` and `b`)
-for light and dark mode. They use no scripts and no external resources; tooltips show the figures.
+for light and dark mode. They use no scripts and no external resources; tooltips show the figures. Other benchmarks draw
+their plots with the parts at the end.
 """
 
 from __future__ import annotations
@@ -105,12 +106,12 @@ def cdf_plot(name: str, lines: Sequence[Line], target: float | None = None) -> s
     everything = [value for line in lines for value in line.values]
     x = _latency_axis(everything if target is None else [*everything, target])
     y = Axis(0.0, 1.0, HEIGHT - BOTTOM, TOP)
-    parts = [_grid(x, y, _show_tick, lambda share: f"{share:.0%}", name)]
+    parts = [draw_grid(x, y, _show_tick, lambda share: f"{share:.0%}", name)]
     if target is not None and target > 0:
         place = x(target)
         parts.append(f'<line class="target" x1="{place:.1f}" x2="{place:.1f}" y1="{y(1):.1f}" y2="{y(0):.1f}"/>')
         end = place > WIDTH * 0.7
-        parts.append(_text(place + (-5 if end else 5), y(0.06), f"target {show_seconds(target)}", end=end))
+        parts.append(draw_text(place + (-5 if end else 5), y(0.06), f"target {show_seconds(target)}", end=end))
     for line in lines:
         ordered = sorted(line.values)
         count = min(len(ordered), MAX_POINTS)
@@ -120,11 +121,11 @@ def cdf_plot(name: str, lines: Sequence[Line], target: float | None = None) -> s
         for mark, share in MARKED.items():
             value = percentile(ordered, share)
             tip = f"{line.label}: {mark} {show_seconds(value)}" if line.label else f"{mark} {show_seconds(value)}"
-            parts.append(_dot(x(value), y(share), line.style, tip))
+            parts.append(draw_dot(x(value), y(share), line.style, tip))
             if len(lines) == 1:
                 end = x(value) > WIDTH * 0.72
-                parts.append(_text(x(value) + (-9 if end else 9), y(share) + (-3 if end else 13), tip, end=end))
-    return _svg(f"{name}: share of requests that took at most this long", parts)
+                parts.append(draw_text(x(value) + (-9 if end else 9), y(share) + (-3 if end else 13), tip, end=end))
+    return draw_svg(f"{name}: share of requests that took at most this long", parts)
 
 
 def course_plot(name: str, unit: str, bin_widths: Sequence[float], lines: Sequence[Line]) -> str:
@@ -133,7 +134,7 @@ def course_plot(name: str, unit: str, bin_widths: Sequence[float], lines: Sequen
     most = max(max(line.values, default=0.0) for line in lines)
     x = Axis(0.0, max(spans), LEFT, WIDTH - RIGHT)
     y = Axis(0.0, most * 1.08 or 1.0, HEIGHT - BOTTOM, TOP)
-    parts = [_grid(x, y, _show_plain, show_number, "seconds after the first arrival")]
+    parts = [draw_grid(x, y, _show_plain, show_number, "seconds after the first arrival")]
     for width, line in zip(bin_widths, lines, strict=True):
         path = "".join(
             f"{'L' if index else 'M'}{x(index * width):.1f} {y(value):.1f}H{x((index + 1) * width):.1f}"
@@ -148,7 +149,7 @@ def course_plot(name: str, unit: str, bin_widths: Sequence[float], lines: Sequen
                 _column(x, index * width, width, f"{show_number(value)} {unit}")
                 for index, value in enumerate(line.values)
             ]
-    return _svg(f"{name} over the time of the run, {unit}", parts)
+    return draw_svg(f"{name} over the time of the run, {unit}", parts)
 
 
 def dots_plot(name: str, dots: Sequence[tuple[float, float]], failed: Sequence[float]) -> str:
@@ -159,15 +160,15 @@ def dots_plot(name: str, dots: Sequence[tuple[float, float]], failed: Sequence[f
     latency = _latency_axis(times)
     y = Axis(latency.low, latency.high, HEIGHT - BOTTOM, TOP + (14 if failed else 0), latency.log)
     x = Axis(0.0, max([at for at, _ in dots] + [*failed, 1e-3]) * 1.02, LEFT, WIDTH - RIGHT)
-    parts = [_grid(x, y, _show_plain, _show_tick, "seconds after the first arrival")]
+    parts = [draw_grid(x, y, _show_plain, _show_tick, "seconds after the first arrival")]
     stride = -(-len(dots) // MAX_DOTS)
     for at, value in dots[::stride]:
-        parts.append(_dot(x(at), y(value), "a small", f"due at {at:.2f} s: {show_seconds(value)}"))
+        parts.append(draw_dot(x(at), y(value), "a small", f"due at {at:.2f} s: {show_seconds(value)}"))
     for at in failed[:: -(-len(failed) // MAX_DOTS) or 1]:
         left, top = x(at) - 3.5, TOP - 2
         path = f"M{left:.1f} {top}l7 7m0 -7l-7 7"
         parts.append(f'<path class="cross" d="{path}"><title>due at {at:.2f} s: failed</title></path>')
-    return _svg(f"{name} by time of arrival", parts)
+    return draw_svg(f"{name} by time of arrival", parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,27 +179,27 @@ def _show_plain(value: float) -> str:
     return f"{value:g}"
 
 
-def _grid(x: Axis, y: Axis, show_x: Callable[[float], str], show_y: Callable[[float], str], below: str) -> str:
+def draw_grid(x: Axis, y: Axis, show_x: Callable[[float], str], show_y: Callable[[float], str], below: str) -> str:
     parts = []
     for tick in y.ticks():
         place = y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>')
-        parts.append(_text(LEFT - 8, place + 4, show_y(round(tick, 9)), end=True))
+        parts.append(draw_text(LEFT - 8, place + 4, show_y(round(tick, 9)), end=True))
     for tick in x.ticks():
         place = x(tick)
         parts.append(f'<line class="tick" x1="{place:.1f}" x2="{place:.1f}" y1="{y.start}" y2="{y.start + 4}"/>')
-        parts.append(_text(place, y.start + 17, show_x(round(tick, 9)), middle=True))
+        parts.append(draw_text(place, y.start + 17, show_x(round(tick, 9)), middle=True))
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y.start}" y2="{y.start}"/>')
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, below, middle=True))
+    parts.append(draw_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, below, middle=True))
     return "".join(parts)
 
 
-def _text(x: float, y: float, text: str, *, end: bool = False, middle: bool = False) -> str:
+def draw_text(x: float, y: float, text: str, *, end: bool = False, middle: bool = False) -> str:
     anchor = ' text-anchor="end"' if end else ' text-anchor="middle"' if middle else ""
     return f'<text x="{x:.1f}" y="{y:.1f}"{anchor}>{escape(text)}</text>'
 
 
-def _dot(x: float, y: float, style: str, tip: str) -> str:
+def draw_dot(x: float, y: float, style: str, tip: str) -> str:
     radius = 2.8 if "small" in style else 4
     return f'<circle class="dot {style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{escape(tip)}</title></circle>'
 
@@ -210,9 +211,11 @@ def _column(x: Axis, begin: float, width: float, tip: str) -> str:
     return f'<rect class="column" {place}><title>{begin:.2f} to {begin + width:.2f} s: {escape(tip)}</title></rect>'
 
 
-def _svg(label: str, parts: Sequence[str]) -> str:
+def draw_svg(label: str, parts: Sequence[str]) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def _empty(name: str) -> str:
-    return _svg(f"{name}: nothing to show", [_text(WIDTH / 2, HEIGHT / 2, "no request has such a figure", middle=True)])
+    return draw_svg(
+        f"{name}: nothing to show", [draw_text(WIDTH / 2, HEIGHT / 2, "no request has such a figure", middle=True)]
+    )

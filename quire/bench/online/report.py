@@ -62,15 +62,15 @@ def render_run(report: Report) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">{escape(describe_work(report["work"]))} · {escape(report["url"])}</p>',
         *(f'<p class="warn">{escape(text)}</p>' for text in warnings(report)),
-        _tiles(_run_tiles(report)),
+        tile_row(_run_tiles(report)),
         '<div class="cards">',
         *_run_plots(report),
-        _card("Latency", _table(("", *SHARES), _latency_rows(report)), wide=True),
-        _card("Traffic", _table(("", ""), _traffic_rows(report)), wide=True),
+        card("Latency", figure_table(("", *SHARES), _latency_rows(report)), wide=True),
+        card("Traffic", figure_table(("", ""), _traffic_rows(report)), wide=True),
         *_failure_card(report),
         "</div>",
     ]
-    return _page(title, body)
+    return whole_page(title, body)
 
 
 def render_comparison(a: Report, b: Report, comparison: Report) -> str:
@@ -94,7 +94,7 @@ def render_comparison(a: Report, b: Report, comparison: Report) -> str:
         *(f'<p class="warn">{escape(note)}</p>' for note in comparison["notes"]),
         '<div class="cards">',
         *(
-            _card(
+            card(
                 label,
                 cdf_plot(
                     label,
@@ -105,7 +105,7 @@ def render_comparison(a: Report, b: Report, comparison: Report) -> str:
             for name, label in LATENCY_ROWS[:2]
         ),
         *(
-            _card(
+            card(
                 label,
                 course_plot(
                     label,
@@ -119,10 +119,10 @@ def render_comparison(a: Report, b: Report, comparison: Report) -> str:
                 ("output_tps", "Output tokens per second", "tok/s"),
             )
         ),
-        _card("Figures", _comparison_table(comparison["figures"]), wide=True),
+        card("Figures", _comparison_table(comparison["figures"]), wide=True),
         "</div>",
     ]
-    return _page(title, body)
+    return whole_page(title, body)
 
 
 def latencies(report: Report, name: str) -> list[float]:
@@ -192,18 +192,18 @@ def _run_plots(report: Report) -> Iterable[str]:
     timeline = report["timeline"]
     for name, label in LATENCY_ROWS[:2]:
         plot = cdf_plot(label, [Line("", "a", latencies(report, name))], report["targets"][name])
-        yield _card(f"{label}, share of requests", plot)
+        yield card(f"{label}, share of requests", plot)
     for name, label, unit in (
         ("in_flight", "Requests in flight", "requests in flight"),
         ("output_tps", "Output tokens per second", "tok/s"),
     ):
-        yield _card(label, course_plot(label, unit, [timeline["bin_s"]], [Line("", "a", timeline[name])]))
+        yield card(label, course_plot(label, unit, [timeline["bin_s"]], [Line("", "a", timeline[name])]))
     dots = [(entry["due_s"], entry["ttft_s"]) for entry in report["requests"] if entry["ttft_s"] is not None]
     failed = [entry["due_s"] for entry in report["requests"] if entry["outcome"] != OK]
     label = "Time to first token by arrival" + (" (× failed)" if failed else "")
-    yield _card(label, dots_plot("Time to first token", dots, failed))
+    yield card(label, dots_plot("Time to first token", dots, failed))
     ends = [(entry["due_s"], entry["e2e_s"]) for entry in report["requests"] if entry["e2e_s"] is not None]
-    yield _card("End to end by arrival", dots_plot("End to end", ends, failed))
+    yield card("End to end by arrival", dots_plot("End to end", ends, failed))
 
 
 def _latency_rows(report: Report) -> list[tuple[str, ...]]:
@@ -239,7 +239,7 @@ def _failure_card(report: Report) -> Iterable[str]:
             for failure in report["failures"]
         )
         head = '<thead><tr><th>outcome</th><th>requests</th><th style="text-align:left">for example</th></tr></thead>'
-        yield _card("Failures", f"<table>{head}<tbody>{rows}</tbody></table>", wide=True)
+        yield card("Failures", f"<table>{head}<tbody>{rows}</tbody></table>", wide=True)
 
 
 def escape(text: str) -> str:
@@ -271,7 +271,7 @@ def show_interval(figure: Report) -> str:
     return "–" if figure["low"] is None else f"{figure['low']:.2f} to {figure['high']:.2f}"
 
 
-def _tiles(tiles: Iterable[tuple[str, str]]) -> str:
+def tile_row(tiles: Iterable[tuple[str, str]]) -> str:
     shown = (
         f'<div class="tile"><b>{escape(value)}</b><span class="soft">{escape(name)}</span></div>'
         for name, value in tiles
@@ -279,18 +279,18 @@ def _tiles(tiles: Iterable[tuple[str, str]]) -> str:
     return f'<div class="tiles">{"".join(shown)}</div>'
 
 
-def _card(title: str, content: str, wide: bool = False) -> str:
+def card(title: str, content: str, wide: bool = False) -> str:
     return f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{content}</section>'
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def figure_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     head = f"<thead><tr>{head}</tr></thead>" if any(headings) else ""
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table>{head}<tbody>{lines}</tbody></table>"
 
 
-def _page(title: str, body: Iterable[str]) -> str:
+def whole_page(title: str, body: Iterable[str]) -> str:
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from quire.engine.speculation.forced import ForcedProposer
 from quire.engine.speculation.goodput import GoodputDrafter
@@ -16,6 +17,7 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "grammar": ForcedProposer,
     "prediction": PredictionProposer,
     "suffix": SuffixProposer,
+    "prompt": partial(SuffixProposer, "prompt", earlier_requests=False, own_output=False),
     "ngram": NgramProposer,
 }
 AUTO = ("grammar", "suffix")  # suffix matching finds what n-grams find, and more

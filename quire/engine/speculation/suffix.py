@@ -55,11 +55,9 @@ class OutputHistory:
 class SuffixProposer:
     """Implements `Proposer`."""
 
-    name = "suffix"
-
-    def __init__(self, *, earlier_requests: bool = True, own_output: bool = True) -> None:
-        """`earlier_requests`: also match outputs of earlier requests. `own_output`: also match the request's output;
-        without it only its prompt is matched, which benchmarks use."""
+    def __init__(self, name: str = "suffix", *, earlier_requests: bool = True, own_output: bool = True) -> None:
+        """`earlier_requests`: also match outputs of earlier requests. `own_output`: also match the request's output."""
+        self.name = name
         self._own: dict[str, Occurrences] = {}
         self._histories: OrderedDict[bytes, OutputHistory] = OrderedDict()  # by salt, least recently used first
         self._earlier = earlier_requests

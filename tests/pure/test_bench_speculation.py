@@ -14,12 +14,12 @@ from quire.bench.speculation.report import render_speculation
 from quire.bench.speculation.run import SpeculationWork, bench_speculation
 from quire.bench.speculation.tables import show_speculation
 from quire.bench.speculation.tasks import CLASSES, draw_tasks, nearly_right
-from quire.bench.speculation.texts import Function, Texts
+from quire.bench.speculation.texts import CodeSample, Texts
 from quire.edge import Output
 from quire.types import SamplingParams, Timing, Usage
 
 TEXTS = Texts(
-    [Function(f"name{i}", f"def name{i}():\n    return {i}\n" * 20) for i in range(40)],
+    [CodeSample(f"name{i}", f"def name{i}():\n    return {i}\n" * 20) for i in range(40)],
     [f"The number {i} is remarkable for its beautiful properties and history. " * 8 for i in range(40)],
 )
 

@@ -19,13 +19,15 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 COMMAND = re.compile(r"\bquire (?P<name>[a-z]+)(?P<rest>[^`;,.:]*)")
 FOREIGN = re.compile(r"\bpip install [^`,]*")  # flags of another program
 OPENS_MODELS = ("run", "chat", "serve", "doctor", "bench offline", "bench batch", "bench latency", "bench start",
-                "bench gap", "bench growth", "bench compare-llama-cpp", "bench quality")  # fmt: skip
+                "bench gap", "bench growth", "bench compare-llama-cpp", "bench quality",
+                "bench speculation")  # fmt: skip
 BENCH = {  # file or folder of `quire/bench` -> its benchmark; the others serve all that open a model
     "bench/online/compare.py": "compare",
     "bench/hostile": "hostile",
     "bench/kernels": "kernels",
     "bench/llama_cpp.py": "compare-llama-cpp",
     "bench/online": "online",
+    "bench/speculation": "speculation",
 }
 
 
@@ -45,7 +47,12 @@ def can_show(path: Path) -> list[str]:
     """The commands that run the code of a file and would show its messages."""
     room, name = path.parts[0], path.stem
     if room == "cli":
-        own = {"bench_flags": "bench", "bench_online": "bench online", "serve_engine": "serve"}.get(name, name)
+        own = {
+            "bench_flags": "bench",
+            "bench_online": "bench online",
+            "bench_speculation": "bench speculation",
+            "serve_engine": "serve",
+        }.get(name, name)
         shared = ["main", "output"]
         if own == "model_argument":
             return ["run", "chat", "serve", "doctor"]

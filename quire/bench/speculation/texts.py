@@ -25,7 +25,7 @@ DOWNLOAD_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class CodeSample:
     """A Python function with its docstring."""
 
     name: str
@@ -36,7 +36,7 @@ class Function:
 class Texts:
     """What prompts are made of."""
 
-    functions: list[Function]
+    functions: list[CodeSample]
     passages: list[str]  # paragraphs of encyclopedic prose
 
 
@@ -45,13 +45,13 @@ def load_texts(folder: Path) -> Texts:
     return Texts(_functions(_member(folder, *CODE)), _passages(_member(folder, *PROSE)))
 
 
-def _functions(data: bytes) -> list[Function]:
+def _functions(data: bytes) -> list[CodeSample]:
     found = []
     for line in gzip.decompress(data).decode().splitlines():
         problem = json.loads(line)
         code = problem["prompt"].strip() + "\n" + problem["canonical_solution"].rstrip()
         if FUNCTION_CHARS[0] <= len(code) <= FUNCTION_CHARS[1]:
-            found.append(Function(problem["entry_point"], code))
+            found.append(CodeSample(problem["entry_point"], code))
     return found
 
 

@@ -111,7 +111,7 @@ class UnreadableTokens(list[list[int]]):
         raise MemoryError("chaos: out of memory where the engine can't go on")
 
 
-class FaultyDesk:
+class FaultyGrammarQueue:
     """A grammar compile queue that fails to prepare poisoned requests."""
 
     def __init__(self, inner: Any):
@@ -183,7 +183,7 @@ def main(orders: str, address: str) -> int:
         built = build_engine(config)
         built.engine.wrap(lambda workers: FaultyWorkers(workers, faults), lambda fill: faulty_masks(faults, fill))
         faults.listen(Path(orders))
-        grammars: Any = None if built.grammars is None else FaultyDesk(built.grammars)
+        grammars: Any = None if built.grammars is None else FaultyGrammarQueue(built.grammars)
         return Built(built.engine, built.ready, grammars)
 
     def wrap_socket(socket: Socket) -> Socket:

@@ -21,8 +21,8 @@ class HeadOrder:
     """Reorders the rows of a query or key projection, of its bias, or of a head norm's weight."""
 
     head_dim: int
-    turning: int  # leading elements of a head that rope rotates
-    interleaved: bool = False  # the checkpoint rotates 2i with 2i + 1, not i with i + turning / 2
+    rotary_dim: int  # leading elements of a head that rope rotates
+    interleaved: bool = False  # the checkpoint rotates 2i with 2i + 1, not i with i + rotary_dim / 2
     angle_scale: float = 1.0  # rope's scale, which is undone here for the elements that rope must leave unchanged
     num_heads: int | None = None  # leading heads to reorder, in a tensor that has values as well; None: all
 
@@ -34,12 +34,12 @@ class HeadOrder:
     def __call__(self, rows: Tensor) -> Tensor:
         heads = rows.unflatten(0, (-1, self.head_dim))  # [heads, head_dim, ...]
         stop = len(heads) if self.num_heads is None else self.num_heads
-        order = head_order(self.head_dim, self.turning, self.interleaved)
-        turned = heads[:stop][:, order.to(rows.device)]
+        order = head_order(self.head_dim, self.rotary_dim, self.interleaved)
+        reordered = heads[:stop][:, order.to(rows.device)]
         if self.angle_scale != 1.0:
-            undo = torch.where(order < self.turning, 1.0, 1.0 / self.angle_scale).to(rows)
-            turned = turned * undo.view(-1, *(1,) * (turned.dim() - 2))
-        return torch.cat((turned, heads[stop:])).flatten(0, 1)
+            undo = torch.where(order < self.rotary_dim, 1.0, 1.0 / self.angle_scale).to(rows)
+            reordered = reordered * undo.view(-1, *(1,) * (reordered.dim() - 2))
+        return torch.cat((reordered, heads[stop:])).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class ByHead:
         return merged if self.order is None else self.order(merged)
 
 
-def head_order(head_dim: int, turning: int, interleaved: bool = False) -> Tensor:
+def head_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> Tensor:
     """Returns, for each element of a reordered head, its index in the checkpoint's head, [head_dim]."""
     elements = torch.arange(head_dim)
-    turn, still = elements[:turning], elements[turning:].view(2, -1)
-    turn = turn.view(-1, 2).t() if interleaved else turn.view(2, -1)
-    return torch.cat((turn, still), dim=1).flatten()
+    rotated, others = elements[:rotary_dim], elements[rotary_dim:].view(2, -1)
+    rotated = rotated.view(-1, 2).t() if interleaved else rotated.view(2, -1)
+    return torch.cat((rotated, others), dim=1).flatten()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.kernels.angles import Angles
-from quire.kernels.reference.latent import expanded_attention, turn
+from quire.kernels.reference.latent import expanded_attention, rotate
 from quire.layers.attention import AttentionPlan
 from quire.layers.build import Build
 from quire.layers.linear import Linear
@@ -144,8 +144,8 @@ class LatentAttention(nn.Module):
         latent = self.latent_norm(entry[:, : shape.rank].contiguous())
         key_up, value_up = self._up()
         q_nope, q_rope = q.split_with_sizes((shape.nope_dim, shape.rope_dim), -1)
-        q_rope = turn(q_rope, angles, shape.interleaved)
-        k_rope = turn(entry[:, None, shape.rank :], angles, shape.interleaved)
+        q_rope = rotate(q_rope, angles, shape.interleaved)
+        k_rope = rotate(entry[:, None, shape.rank :], angles, shape.interleaved)
         k = torch.cat((torch.einsum("tr,hdr->thd", latent, key_up), k_rope.expand(-1, shape.num_heads, -1)), -1)
         v = torch.einsum("tr,hdr->thd", latent, value_up)
         for cache, x in ((k_cache, k), (v_cache, v)):

@@ -99,8 +99,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         case "linear":
             scaled = plain / config.factor
         case "proportional":
-            turning = int(config.share * head_dim // 2)
-            scaled = torch.where(torch.arange(len(plain)) < turning, plain / config.factor, 0.0)
+            num_rotated = int(config.share * head_dim // 2)
+            scaled = torch.where(torch.arange(len(plain)) < num_rotated, plain / config.factor, 0.0)
         case "llama3":
             scaled = _llama3(config, plain)
         case "yarn":
@@ -118,10 +118,10 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 class Rope:
     """Computes the angles of a step's tokens for one `RopeConfig`."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, build: Build, still_dim: int = 0):
-        """`still_dim`: elements of a head without rotation: the end of each half (see `layers.head_layout`)."""
-        turning = inverse_frequencies(config, head_dim - still_dim)
-        self.frequencies = torch.cat((turning, torch.zeros(still_dim // 2))).to(build.device)
+    def __init__(self, config: RopeConfig, head_dim: int, build: Build, unrotated_dim: int = 0):
+        """`unrotated_dim`: elements of a head without rotation: the end of each half (see `layers.head_layout`)."""
+        rotated = inverse_frequencies(config, head_dim - unrotated_dim)
+        self.frequencies = torch.cat((rotated, torch.zeros(unrotated_dim // 2))).to(build.device)
         self.scale = config.angle_scale
         self.dtype = build.dtype
         self.ops = build.ops
@@ -175,8 +175,8 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
     """Returns frequencies with slow pairs divided by the factor, fast pairs unchanged, and a blend in between."""
-    turns = config.original_len * plain / (2 * math.pi)  # full rotations within the original length
-    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    rotations = config.original_len * plain / (2 * math.pi)  # full rotations within the original length
+    blend = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * plain / config.factor + blend * plain
 
@@ -185,10 +185,10 @@ def _yarn(config: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
     """Returns frequencies unchanged for pairs with many rotations in the original length, divided by the factor for
     pairs with few, and on a linear ramp in between."""
 
-    def pair_that_turns(times: float) -> float:
+    def pair_with_rotations(times: float) -> float:
         return head_dim * math.log(config.original_len / (times * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low, high = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    low, high = pair_with_rotations(config.beta_fast), pair_with_rotations(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

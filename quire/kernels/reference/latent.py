@@ -33,13 +33,13 @@ def latent_write(
     """
     rank = norm_weight.shape[0]
     rope_dim = entry.shape[1] - rank
-    turned = turn(torch.cat((q[..., -rope_dim:], entry[:, None, rank:]), 1), angles, interleaved)
+    rotated = rotate(torch.cat((q[..., -rope_dim:], entry[:, None, rank:]), 1), angles, interleaved)
     latent = rms_norm(entry[:, :rank], norm_weight, eps)
-    cache.view(-1, rank + rope_dim).index_copy_(0, slots, torch.cat((latent, turned[:, -1]), 1))
-    return turned[:, :-1]
+    cache.view(-1, rank + rope_dim).index_copy_(0, slots, torch.cat((latent, rotated[:, -1]), 1))
+    return rotated[:, :-1]
 
 
-def turn(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
     """Applies rope to x [tokens, heads, rope_dim]. Interleaved pairs are returned as halves; queries and keys are
     permuted alike, so scores do not change."""
     assert angles.cos is not None and angles.sin is not None
@@ -66,9 +66,9 @@ def expanded_attention(
     rank = key_weight.shape[-1]
     out = q.new_empty(len(q), len(value_weight) * value_weight.shape[1])
     for tokens, entries, mask in gather_rows(cache, plan):
-        latent, turned = entries.split((rank, entries.shape[-1] - rank), -1)  # [rows, keys, ...]
+        latent, rotated = entries.split((rank, entries.shape[-1] - rank), -1)  # [rows, keys, ...]
         k = torch.einsum("nkr,hdr->nhkd", latent, key_weight)
-        k = torch.cat((k, turned.unsqueeze(1).expand(-1, k.shape[1], -1, -1)), -1)
+        k = torch.cat((k, rotated.unsqueeze(1).expand(-1, k.shape[1], -1, -1)), -1)
         v = torch.einsum("nkr,hdr->nhkd", latent, value_weight)
         # [rows, heads, queries, keys]; tokens is [rows, queries]
         scores = torch.einsum("nqhd,nhkd->nhqk", q[tokens], k) * scale + mask

@@ -115,7 +115,7 @@ class BambaModel(HybridModel):
                 build=build,
             )
 
-        rope = Rope(config.rope, attention.head_dim, build, still_dim=unrotated)
+        rope = Rope(config.rope, attention.head_dim, build, unrotated_dim=unrotated)
         names = HybridNames("model.embed_tokens", "model.final_layernorm")
         super().__init__(
             shape,

@@ -118,7 +118,7 @@ class GraniteHybridModel(HybridModel):
             return block
 
         unrotated = attention.head_dim - config.rope_dim
-        rope = Rope(config.rope, attention.head_dim, build, still_dim=unrotated)
+        rope = Rope(config.rope, attention.head_dim, build, unrotated_dim=unrotated)
         inner = 3 * config.shared_width if config.experts is None else moe_activations(config.experts)
         super().__init__(
             shape,

@@ -142,7 +142,7 @@ class QwenHybridModel(HybridModel):
             )
 
         unrotated = attention.head_dim - config.rope_dim
-        rope = Rope(config.rope, attention.head_dim, build, still_dim=unrotated)
+        rope = Rope(config.rope, attention.head_dim, build, unrotated_dim=unrotated)
         names = HybridNames(f"{config.prefix}.embed_tokens", f"{config.prefix}.norm")
         inner = max(3 * config.inner_width, moe_activations(config.moe) if config.moe is not None else 0)
         super().__init__(

@@ -74,7 +74,7 @@ class DenseConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    qk_norm: str = "none"  # head: per head; turned: per head after rope; wide: over all heads together
+    qk_norm: str = "none"  # head: per head; after_rope: per head after rope; wide: over all heads together
     head_norms: HeadNorms | None = None  # per-head layer norms, instead of `qk_norm`
     rope_interleaved: bool = False  # rope rotates adjacent elements in the checkpoint, instead of halves
     parallel: bool = False  # attention and feed-forward block both read the layer's input

@@ -226,7 +226,7 @@ def has_native_attention(config: DenseConfig) -> bool:
 
     if config.head_norms is not None or config.clip is not None or config.query_scaling is not None:
         return False
-    if config.attention_names.gate is not None or config.qk_norm == "turned":
+    if config.attention_names.gate is not None or config.qk_norm == "after_rope":
         return False
     return config.num_heads // config.num_kv_heads <= MAX_GROUP
 
@@ -275,7 +275,7 @@ def _qk_norm(
     match config.qk_norm:
         case "head":
             return QKNorm(prefix, config.head_dim, style.eps, build, offset=style.offset, order=order, names=names)
-        case "turned":
+        case "after_rope":
             return PostRopeQKNorm(prefix, config.head_dim, style.eps, build, order=order, names=names)
         case "wide":
             q_width, k_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

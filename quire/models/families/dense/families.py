@@ -95,13 +95,13 @@ def _qwen3(config: Fields, dense: DenseConfig) -> DenseConfig:
 def _smollm3(config: Fields, dense: DenseConfig) -> DenseConfig:
     """Every fourth layer has no rope."""
     every = whole(config, "no_rope_layer_interval", 4)
-    turns = config.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(dense.num_layers)]
-    if len(turns) < dense.num_layers:
-        what = f"no_rope_layers has {len(turns)} entries, but num_hidden_layers={dense.num_layers}."
+    has_rope = config.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(dense.num_layers)]
+    if len(has_rope) < dense.num_layers:
+        what = f"no_rope_layers has {len(has_rope)} entries, but num_hidden_layers={dense.num_layers}."
         raise QuireError("bad_config", what, "Check config.json.")
-    ropes = zip(dense.ropes, turns[: dense.num_layers], strict=True)
+    ropes = zip(dense.ropes, has_rope[: dense.num_layers], strict=True)
     return windowed_where_no_rope(
-        config, replace(dense, ropes=tuple(rope if turn else NO_ROPE for rope, turn in ropes))
+        config, replace(dense, ropes=tuple(rope if rotates else NO_ROPE for rope, rotates in ropes))
     )
 
 
@@ -283,7 +283,7 @@ def _hunyuan(config: Fields, dense: DenseConfig) -> DenseConfig:
         slower = above_zero(given, "alpha", 1.0) ** (dense.head_dim / (dense.head_dim - 2))
         rope = replace(rope, theta=rope.theta * slower)
     names = AttentionNames(head_norms=("query_layernorm", "key_layernorm"))
-    return replace(dense, ropes=(rope,) * dense.num_layers, qk_norm="turned", mlp_bias=False, attention_names=names)
+    return replace(dense, ropes=(rope,) * dense.num_layers, qk_norm="after_rope", mlp_bias=False, attention_names=names)
 
 
 def _ernie(config: Fields, dense: DenseConfig) -> DenseConfig:

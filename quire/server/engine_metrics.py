@@ -18,20 +18,20 @@ class EngineCollector:
     COUNTERS = (
         ("steps", "Steps run"),
         ("computed_tokens", "Tokens computed in all steps (the sum of batch tokens)"),
-        ("prompt_tokens", "Of these, tokens of prompts"),
+        ("prompt_tokens", "Prompt tokens computed in all steps"),
         ("rows", "Rows of all steps (the sum of batch sizes)"),
-        ("prompt_rows", "Of these, rows that computed tokens of a prompt"),
+        ("prompt_rows", "Rows of all steps that computed prompt tokens"),
         ("sampled_tokens", "Tokens sampled"),
-        ("preemptions", "Requests pushed out for lack of room"),
+        ("preemptions", "Preemptions of requests for lack of memory or rows"),
         ("lookup_tokens", "Prompt tokens looked up in the prefix cache"),
         ("hit_tokens", "Prompt tokens found in the prefix cache"),
-        ("evicted_units", "Pages and slots dropped from the prefix cache"),
-        ("busy_seconds", "Time the loop was not waiting for work"),
+        ("evicted_units", "Pages and state slots evicted from the prefix cache"),
+        ("busy_seconds", "Seconds in which the loop had work"),
     )
     GAUGES = (
         ("running", "Requests that hold a row"),
         ("waiting", "Requests in the queue"),
-        ("held", "Requests that wait for another's prompt"),
+        ("held", "Requests that wait for a prefix that another request computes"),
     )
 
     def __init__(self, fleet: Fleet):
@@ -52,28 +52,30 @@ class EngineCollector:
         states, beat = supervisor.states, client.beat
         errors = [(tuple(key.split("/", 1)), count) for key, count in supervisor.errors.counts.items()]
         state = [((one.value,), float(one is states.state)) for one in type(states.state)]
-        yield _gauge("quire_engine_state", "1 for the state the engine process is in", state, "state")
+        yield _gauge("quire_engine_state", "1 for the current state of the engine process, else 0", state, "state")
         moves = _by_name(states.counts)
-        yield _counter("quire_engine_moves", "Moves of the engine process by name", moves, "transition")
-        turns = _by_name(beat.transitions)
-        yield _counter("quire_loop_moves", "Moves of the engine's loop by name", turns, "transition")
+        yield _counter("quire_engine_moves", "Transitions of the engine process by name", moves, "transition")
+        loop_moves = _by_name(beat.transitions)
+        yield _counter("quire_loop_moves", "Transitions of the engine's loop by name", loop_moves, "transition")
         yield _counter("quire_errors", "Failures by kind and code", errors, "kind", "code")
-        yield _counter("quire_resumed", "Requests that went on with another engine", _one(client.num_resumed))
+        yield _counter("quire_resumed", "Requests resumed by another engine process", _one(client.num_resumed))
         peak = _one(supervisor.peak_memory)
-        yield _gauge("quire_engine_peak_memory_bytes", "Most the engine process has held", peak)
+        yield _gauge("quire_engine_peak_memory_bytes", "Peak resident memory of the engine process", peak)
         for name, text in self.COUNTERS:
             yield _counter(f"quire_engine_{name}", text, _one(getattr(beat, name)))
         for name, text in self.GAUGES:
             yield _gauge(f"quire_engine_{name}", text, _one(getattr(beat, name)))
         per_step = beat.computed_tokens / beat.steps if beat.steps else 0.0
         yield _gauge("quire_engine_batch_tokens", "Mean tokens of a step since the start", _one(per_step))
-        yield _gauge("quire_engine_up", "1 while the engine lives", _one(client.is_attached))
+        yield _gauge("quire_engine_up", "1 while an engine is attached, else 0", _one(client.is_attached))
         age = _one(client.beat_age())
-        yield _gauge("quire_engine_step_age_seconds", "Since the loop last got past a step", age)
+        yield _gauge("quire_engine_step_age_seconds", "Seconds since the engine's last beat", age)
         total = [((group.name,), float(group.num_units)) for group in beat.groups]
         free = [((group.name,), float(group.num_available)) for group in beat.groups]
         yield _gauge("quire_engine_cache_units", "Pages or slots of a group", total, "group")
-        yield _gauge("quire_engine_cache_available", "Free, or held by the cache only", free, "group")
+        yield _gauge(
+            "quire_engine_cache_available", "Pages or slots that are free or only in the prefix cache", free, "group"
+        )
 
 
 def _one(value: float) -> Values:

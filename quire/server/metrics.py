@@ -32,33 +32,44 @@ class Metrics:
             "quire_http_replies", "Replies by route and status", ("route", "method", "status"), **registry
         )
         self._reply_time = Histogram(
-            "quire_http_seconds", "From request to the end of the reply", route, buckets=SECONDS, **registry
+            "quire_http_seconds", "Seconds from a request to the end of its reply", route, buckets=SECONDS, **registry
         )
-        self._open = Gauge("quire_http_open", "HTTP requests being answered", **registry)
+        self._open = Gauge("quire_http_open", "Open HTTP requests", **registry)
         self._failures = Counter("quire_failures", "Failed requests by route and code", ("route", "code"), **registry)
-        self._cut = Counter("quire_cut_readers", "Clients cut off because they did not read", route, **registry)
+        self._cut = Counter("quire_cut_readers", "Replies ended because the client did not read", route, **registry)
         self._broken = Counter(
             "quire_streams_broken",
-            "Streams that began and did not end well, by outcome",
+            "Streams that failed after their first event, by outcome",
             ("route", "outcome"),
             **registry,
         )
-        self._disconnects = Counter("quire_disconnects", "Clients that left before the end", route, **registry)
-        self._first_token = Histogram("quire_ttft_seconds", "Time to first token", route, buckets=SECONDS, **registry)
-        self._per_token = Histogram(
-            "quire_tpot_seconds", "Time per output token after the first", route, buckets=TOKEN_SECONDS, **registry
+        self._disconnects = Counter(
+            "quire_disconnects", "Clients that disconnected before the end of the reply", route, **registry
         )
-        self._total = Histogram("quire_e2e_seconds", "From request to last token", route, buckets=SECONDS, **registry)
-        self._queue = Histogram("quire_queue_seconds", "Waiting to be admitted", route, buckets=SECONDS, **registry)
+        self._first_token = Histogram(
+            "quire_ttft_seconds", "Seconds to the first token", route, buckets=SECONDS, **registry
+        )
+        self._per_token = Histogram(
+            "quire_tpot_seconds", "Seconds per output token after the first", route, buckets=TOKEN_SECONDS, **registry
+        )
+        self._total = Histogram(
+            "quire_e2e_seconds", "Seconds from a request to its last token", route, buckets=SECONDS, **registry
+        )
+        self._queue = Histogram(
+            "quire_queue_seconds", "Seconds from a request to its admission", route, buckets=SECONDS, **registry
+        )
         self._prompt = Counter("quire_prompt_tokens", "Prompt tokens", route, **registry)
-        self._cached = Counter("quire_cached_tokens", "Prompt tokens that came from the cache", route, **registry)
+        self._cached = Counter("quire_cached_tokens", "Prompt tokens found in the prefix cache", route, **registry)
         self._output = Counter("quire_output_tokens", "Tokens generated", route, **registry)
         self._loop_delay = Histogram(
-            "quire_http_loop_delay_seconds", "How late the event loop ran a timer", buckets=LOOP_SECONDS, **registry
+            "quire_http_loop_delay_seconds",
+            "Seconds by which the event loop ran a timer late",
+            buckets=LOOP_SECONDS,
+            **registry,
         )
         self._loop_computing = Histogram(
             "quire_http_loop_computing_seconds",
-            "Of each such delay, processor time of this process",
+            "Processor seconds of this process within each delay of the event loop",
             buckets=LOOP_SECONDS,
             **registry,
         )

@@ -11,7 +11,7 @@ export function setKey(value) {
   else sessionStorage.removeItem(KEY);
 }
 
-/** What the server said went wrong, or that it could not be reached. */
+/** The server's error, or that the server could not be reached. */
 export class ServerError extends Error {
   constructor(message, { status = 0, code = "", id = "" } = {}) {
     super(message);
@@ -24,12 +24,12 @@ export class ServerError extends Error {
 let askForKey = async () => false;
 let asking = null;
 
-/** `ask(message)` shows a dialog and says whether there is a new key. */
+/** `ask(message)` shows a dialog and returns whether there is a new key. */
 export function onKeyWanted(ask) {
   askForKey = ask;
 }
 
-/** One dialog however many calls want the key at once. */
+/** Calls that need the key at the same time share one dialog. */
 function wantKey(message) {
   asking ??= askForKey(message).finally(() => {
     asking = null;
@@ -37,7 +37,7 @@ function wantKey(message) {
   return asking;
 }
 
-/** A reply with a good status. Asks for the key when the server does, and then tries again. */
+/** Returns a reply with a good status. If the server requires a key, asks for it and tries again. */
 export async function call(path, { body, signal } = {}) {
   for (;;) {
     const headers = {};

@@ -13,7 +13,7 @@ const IDEAS = [
 const SAVE_EVERY = 1000; // milliseconds, while an answer streams
 const touch = matchMedia("(pointer: coarse)");
 
-/** Returns what is to be called when the view comes on screen. */
+/** Returns the function to call when the view is shown. */
 export function startChat() {
   const view = new ChatView();
   return () => view.shown();

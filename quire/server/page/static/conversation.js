@@ -21,7 +21,7 @@ export class Conversation {
     try {
       sessionStorage.setItem(STORED, JSON.stringify(this.turns));
     } catch {
-      /* full: the conversation goes on, it is just not kept over a reload */
+      /* the storage is full: the conversation continues, but a reload loses it */
     }
   }
 
@@ -43,7 +43,7 @@ export class Conversation {
     return removed;
   }
 
-  /** Ask for the next turn. `onChange(turn)` is told of every piece of it. */
+  /** Request the next turn. Calls `onChange(turn)` after each piece of it. */
   async answer({ fields, system, onChange }) {
     const body = { messages: this.#messages(system), ...fields, stream: true, stream_options: { include_usage: true } };
     const turn = { role: "assistant", text: "", reasoning: "", calls: [], state: "waiting", chunks: 0 };
@@ -74,7 +74,7 @@ export class Conversation {
     onChange(turn);
   }
 
-  /** In OpenAI's form. An answer that failed before it said anything is left out. */
+  /** The messages in OpenAI's form, without answers that failed before their first text. */
   #messages(system) {
     const messages = system.trim() ? [{ role: "system", content: system }] : [];
     for (const turn of this.turns) {
@@ -96,7 +96,7 @@ export class Conversation {
   }
 }
 
-/** One chunk of the stream into the turn. */
+/** Add one chunk of the stream to the turn. */
 function take(turn, chunk, started) {
   if (chunk.error) throw new ServerError(chunk.error.message, { code: chunk.error.code });
   if (chunk.usage) turn.usage = chunk.usage;
@@ -121,7 +121,7 @@ function take(turn, chunk, started) {
   if (choice.finish_reason) turn.reason = choice.finish_reason;
 }
 
-/** Tokens per second after the first one; while it streams, by what came so far. */
+/** Tokens per second after the first token; while the answer streams, those of the tokens so far. */
 export function pace(turn) {
   const tokens = turn.usage?.completion_tokens ?? turn.chunks;
   const time = (turn.lastAt ?? 0) - (turn.firstAt ?? 0);

@@ -29,7 +29,7 @@ export function count(value) {
   return Math.round(value).toLocaleString("en");
 }
 
-/** Three figures that mean something: 0.42, 3.1, 128, 12.4k. */
+/** A number with up to three significant digits: 0.42, 3.1, 128, 12.4k. */
 export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);

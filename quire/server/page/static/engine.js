@@ -4,7 +4,7 @@ import { count, h, percent, seconds, short } from "./dom.js";
 import { TimePlot } from "./plot.js";
 import { StepBars } from "./steps.js";
 
-/** Returns what is to be called when the view comes on screen. */
+/** Returns the function to call when the view is shown. */
 export function showEngine(root, feed) {
   const view = new EngineView(root);
   const update = () => {
@@ -211,7 +211,7 @@ function axisSeconds(value) {
         : `${short(value)} s`;
 }
 
-/** A group's units by owner. What the prefix cache alone holds is told apart where the engine says it. */
+/** A group's units by owner. Units that only the prefix cache holds are separate if the engine reports them. */
 function cacheBar(group) {
   const used = group.units - group.available;
   const cached = group.cached ?? 0;

@@ -115,7 +115,7 @@ export class Feed {
     );
   }
 
-  /** What happened between the last sample and the one before it. */
+  /** The point of the plots between the last two samples. */
   #point() {
     const now = this.samples.at(-1);
     const before = this.samples.at(-2);
@@ -136,7 +136,7 @@ export class Feed {
 
 const NO_RATES = { rate: null, prompt: null, decode: null, busy: null };
 
-/** Counters of two samples as rates over the engine's own time: its signs of life may come late, and several at once. */
+/** Counters of two samples as rates over the engine's own time: its beats may arrive late, and several at once. */
 export function rates(before, now, last) {
   const time = now.at - before.at;
   const steps = now.steps - before.steps;
@@ -153,7 +153,7 @@ export function rates(before, now, last) {
   };
 }
 
-/** How full the fullest group is, in shares; `cached` is null where the engine does not tell it. */
+/** How full the fullest group is, in shares; `cached` is null if the engine does not report it. */
 function fullest(groups) {
   const shares = groups.map(({ units, available, cached }) => ({
     used: 1 - available / units,
@@ -162,7 +162,7 @@ function fullest(groups) {
   return shares.sort((one, other) => other.used - one.used)[0] ?? { used: null, cached: null };
 }
 
-/** From two states of a cumulative histogram: the value that `share` of what came in between stayed below. */
+/** The quantile `share` of the observations between two states of a cumulative histogram. */
 export function quantile(share, before, after, bounds) {
   const counts = after.map((value, place) => value - before[place]);
   const total = counts.at(-1);

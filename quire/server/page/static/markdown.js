@@ -12,7 +12,7 @@ const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:\s+(.*)|)$/;
 const QUOTE = /^ {0,3}>\s?/;
 const TABLE_LINE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 
-/** `live` while the text still grows: then what was opened last is taken as closed. */
+/** `live`: the text still grows, so an unclosed mark or block counts as closed. */
 export function renderInto(container, text, live = false) {
   const blocks = split(live ? closeMarks(text) : text);
   blocks.forEach((block, place) => {
@@ -26,7 +26,7 @@ export function renderInto(container, text, live = false) {
   while (container.children.length > blocks.length) container.lastChild.remove();
 }
 
-/** So that half of a bold phrase or of a code span does not show its marks until the other half has come. */
+/** Close an open bold phrase or code span, so that its marks are not shown while it streams. */
 function closeMarks(text) {
   const start = text.lastIndexOf("\n") + 1;
   let line = text.slice(start);
@@ -259,7 +259,7 @@ function mark(found, depth) {
   return lineBreak ? h("br") : all;
 }
 
-/** Only the web's own addresses, and the page they lead to learns nothing of ours. */
+/** A link to a web address only, without a referrer. */
 function link(target, children) {
   if (!/^https?:\/\/[^\s]+$/i.test(target)) return null;
   return h("a", { href: target, target: "_blank", rel: "noopener noreferrer" }, children);

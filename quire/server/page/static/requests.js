@@ -2,7 +2,7 @@
 
 import { clockTime, count, h, percent, seconds } from "./dom.js";
 
-/** Returns what is to be called when the view comes on screen. The chosen request is in the address: #requests/ID. */
+/** Returns the function to call when the view is shown. The chosen request is in the address: #requests/ID. */
 export function showRequests(root, feed) {
   const view = new RequestsView(root, feed);
   let newest = null;
@@ -48,7 +48,7 @@ class RequestsView {
   }
 }
 
-/** Where its time went, as far as it is known: [{look, name, seconds}]. */
+/** The phases of a request, as far as they are known: [{look, name, seconds}]. */
 function parts(record) {
   const { seconds: total, queue_seconds: queue, first_token_seconds: first } = record;
   if (first === null || first === undefined) return [{ look: "whole", name: "In all", seconds: total }];
@@ -73,7 +73,7 @@ function bar(record, whole) {
   return h("span.track", {}, stack);
 }
 
-/** How it ended, in a word: a stream that broke began with a good status, its outcome says what came after. */
+/** The outcome of a request in a word. A stream that failed has a good status, so `outcome` takes precedence. */
 function ending(record) {
   if (record.status === 499 || record.outcome === "disconnected") return ["left", "client left"];
   if (record.outcome) return ["failed", record.outcome.replaceAll("_", " ")];

@@ -56,7 +56,7 @@ export class Settings {
     return this.values.system ?? "";
   }
 
-  /** As OpenAI has them, or just the functions. */
+  /** Tools in OpenAI's form, or a list of functions. */
   #tools() {
     if (!this.values.tools) return [];
     let tools;

@@ -30,7 +30,7 @@ WARM_UP = Task("Count from one to twenty in words, twice.")
 
 @dataclass(frozen=True, slots=True)
 class SpeculationWork:
-    """What is measured."""
+    """The settings of a measurement."""
 
     classes: tuple[str, ...] = tuple(CLASSES)
     prompts: int = 20  # per class and temperature
@@ -42,7 +42,7 @@ class SpeculationWork:
 
 @dataclass(slots=True)
 class _Side:
-    """What one engine needed for the same answers."""
+    """The time and tokens of one engine for the same answers."""
 
     decode_s: list[float] = field(default_factory=list)  # per turn
     whole_s: list[float] = field(default_factory=list)

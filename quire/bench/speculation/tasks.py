@@ -1,4 +1,4 @@
-"""The classes of work of the speculation benchmark: what a user asks for, made from real code and prose.
+"""The classes of work of the speculation benchmark: requests of users, made from real code and prose.
 
 Each class is drawn from a seed, so that every run and every engine gets the same prompts.
 """
@@ -132,7 +132,7 @@ def _anything(texts: Texts, rng: random.Random) -> list[Task]:
     return _mixed(*(kind(texts, rng) for kind in kinds))
 
 
-# The bars: the issue's, for the instruction set of the machine, "any" where none is named.
+# Bars by the instruction set of the machine; "any" holds for all others.
 CLASSES: dict[str, WorkClass] = {
     one.name: one
     for one in (

@@ -1,8 +1,8 @@
 """Hooks of the native library: a reduction after a block's last product, and adapters beside every product.
 
 A hook is a C function and its context. `Stack` and `PackedLinear` take a `Hook`; code in the library makes one from two
-addresses, and `PythonReduction` and `PythonAdapters` from a Python function. Without hooks a step is exactly what it
-was: they cost one comparison at each place. `src/hooks.h` says when a hook is called and what it may do.
+addresses, and `PythonReduction` and `PythonAdapters` from a Python function. A hook that is not set costs one
+comparison at each place. `src/hooks.h` says when a hook is called and what it may do.
 """
 
 from __future__ import annotations

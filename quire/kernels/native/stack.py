@@ -54,7 +54,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """Description of a dense decoder; fields mean what they mean in `DenseConfig`."""
+    """Description of a dense decoder, with the fields of `DenseConfig`."""
 
     embedding: PackedMatrix
     layers: Sequence[LayerPlan]

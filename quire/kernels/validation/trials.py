@@ -125,7 +125,7 @@ def gate_mul_trial(inner_width: int, curve: Curve, dtype: torch.dtype, device: t
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A linear layer and what is fused with it: a norm and a gate, or the residual addition."""
+    """A linear layer with its fused operations: a norm and a gate, or the residual addition."""
 
     in_features: int
     out_features: int

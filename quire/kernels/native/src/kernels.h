@@ -11,8 +11,8 @@ namespace quire {
 constexpr int kBlock = 32;        // columns that share a scale
 constexpr int kQueryTokens = 16;  // tokens of one row that attention takes at a time
 constexpr int kKeyBlock = 64;     // keys that attention takes at a time
-constexpr int kSplitKeys = 512;   // keys of one piece: each is summed by itself, and then all are brought together
-constexpr int kSplitTokens = 2;   // where so few see many keys, threads share the pieces
+constexpr int kSplitKeys = 512;   // keys of one piece; pieces are summed separately and merged
+constexpr int kSplitTokens = 2;   // at most this many tokens with many keys: threads share the pieces
 
 // The types of GGUF that have kernels; `layout.h` says how each lies in memory. The numbers are those of `library.py`.
 enum class Form : int32_t {
@@ -94,8 +94,8 @@ struct Keys {
     int32_t page_tokens, head_dim;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
-    const float* sinks;    // of each query head of the group: a score for nothing at all; or null
-    int64_t first, stop;   // the piece of keys to look at; what a token may not see is left out in any case
+    const float* sinks;    // [query heads]: attention sinks, logits without a value; or null
+    int64_t first, stop;   // the piece of keys to process; keys that a token may not see have weight 0
 };
 
 inline int64_t attend_scratch_floats(int head_dim, int num_heads) {
@@ -121,7 +121,7 @@ struct Head {  // one token of one head of a recurrent layer
     float* out;                       // [value_dim]
     int64_t key_dim, value_dim;
     float beta;        // of the delta rule
-    int32_t is_delta;  // else the value is written as it is
+    int32_t is_delta;  // 0: the value is written unchanged
 };
 
 struct Kernels {

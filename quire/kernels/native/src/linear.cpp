@@ -31,7 +31,7 @@ Needs needs(const LinearDesc& linear) {
     return found;
 }
 
-// That, then rounding.
+// Runs the operation before a product, then rounds its result for the forms that the matrix needs.
 Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num_tokens, int64_t columns,
                const Before& before) {
     const Needs need = needs(linear);

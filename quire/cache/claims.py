@@ -13,6 +13,8 @@ from quire.types import Request
 
 
 class Claims:
+    """The claimed pages and tails of running requests, by page key."""
+
     def __init__(self, page_tokens: int):
         self._page_tokens = page_tokens
         self._owners: dict[bytes, Request] = {}

@@ -22,6 +22,8 @@ from quire.types import CacheSpec, Copy, CopyKind, PageWrite, Plan, Request, Sta
 
 
 class CacheIndex:
+    """The cache of one engine, as the scheduler sees it."""
+
     def __init__(
         self,
         specs: list[CacheSpec],

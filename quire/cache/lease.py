@@ -29,6 +29,8 @@ class Snapshot:
 
 @dataclass(slots=True, eq=False)
 class Lease:
+    """One request's units in every group, on the device and on the host, and the keys of its full pages."""
+
     root: bytes
     page_tokens: int
     keys: list[bytes] = field(default_factory=list)  # one per full page of the tokens seen so far

@@ -30,6 +30,8 @@ MAX_SLOTS_PER_ROW = 64  # limit for tiny models, which have room for more snapsh
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
+    """The planned sizes of the cache and of everything else that takes device memory."""
+
     device: str
     available: int  # bytes free on the device once the weights are loaded
     weights: int

@@ -12,6 +12,8 @@ FREE = 0
 
 
 class Pool:
+    """One group's units with their reference counts."""
+
     def __init__(self, num_units: int):
         if num_units < 2:
             raise ValueError("a pool needs at least one unit beside the scratch unit")

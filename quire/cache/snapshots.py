@@ -13,6 +13,8 @@ from quire.types import CacheSpec, Request
 
 
 class SnapshotRule:
+    """The lengths at which snapshots are due, for one model."""
+
     def __init__(self, specs: list[CacheSpec]):
         """`specs`: those of the state groups; a hit needs a snapshot of each group at the same length."""
         assert len({spec.snapshot_tokens for spec in specs}) == 1, "snapshot_tokens is one number per model"

@@ -16,6 +16,8 @@ EvictionRank = tuple[bool, bool, int]  # pinned, not spare, last use; the lowest
 
 
 class Node:
+    """One page of tokens after one exact prefix."""
+
     __slots__ = (
         "below",
         "children",
@@ -47,6 +49,8 @@ class Node:
 
 
 class PrefixTree:
+    """All cached prefixes, with the eviction order of their units."""
+
     def __init__(self, num_groups: int, leaf_first: list[bool], atomic: list[bool]):
         """`leaf_first[g]`: a page of this group is useless without all pages before it. `atomic[g]`: the units of this
         group are snapshots, each usable without the others."""

@@ -17,6 +17,8 @@ from quire.types.step_queue import StepQueue
 
 
 class UnitLedger:
+    """The pools of all groups, with the units that steps in flight still use."""
+
     def __init__(self, tree: PrefixTree, num_units: list[int], num_host_units: list[int] | None, stats: CacheStats):
         self.tree = tree
         self.stats = stats

@@ -20,6 +20,8 @@ from quire.types import CacheSpec, Request
 
 
 class WindowPages:
+    """Reservations and releases of pages in the sliding-window groups."""
+
     def __init__(self, specs: Sequence[CacheSpec], tree: PrefixTree, ledger: UnitLedger):
         self._tree = tree
         self._ledger = ledger

@@ -81,6 +81,8 @@ def chat_command(args: Namespace, open_llm: OpenLLM) -> int:
 
 @dataclass(slots=True)
 class ChatHistory:
+    """The turns of a conversation, with its system message."""
+
     system: str | None = None
     turns: list[tuple[str, str]] = field(default_factory=list)  # (user message, answer)
 
@@ -99,6 +101,8 @@ class ChatHistory:
 
 @dataclass(slots=True)
 class Session:
+    """A running `quire chat`: the conversation, its parameters and its counters."""
+
     llm: LLM
     params: SamplingParams
     conversation: ChatHistory

@@ -213,6 +213,8 @@ def _missing(what: str, how: str, required: bool = False) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Section:
+    """A titled table of the report."""
+
     title: str
     rows: list[tuple[str, ...]] = field(default_factory=list)
     alarming: bool = False

@@ -23,6 +23,8 @@ MAX_CHARACTERS = 16 << 20  # per message
 
 
 class Message(NamedTuple):
+    """One message of the user."""
+
     text: str
     is_quoted: bool = False  # stood between triple quotes, so it is never a slash command
 

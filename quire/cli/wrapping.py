@@ -16,6 +16,8 @@ TAB = 8
 
 @dataclass(slots=True)
 class WordWrap:
+    """The state of the current line of a wrapped answer."""
+
     columns: Callable[[], int]  # current width of the terminal
     _column: int = 0  # column of the next character
     _word: str = ""  # unfinished word at the end of the line, already written

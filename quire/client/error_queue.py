@@ -19,6 +19,8 @@ MAX_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Failure:
+    """One entry of the queue."""
+
     number: int  # counts from 1 since the server started
     at: float  # Unix seconds
     kind: str  # request, step, engine, message, check
@@ -29,6 +31,8 @@ class Failure:
 
 @dataclass(slots=True)
 class ErrorQueue:
+    """The newest failures, and counts of all."""
+
     clock: Callable[[], float] = time.time
     counts: Counter[str] = field(default_factory=Counter)  # by "kind/code", since the server started
     total: int = 0

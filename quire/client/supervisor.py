@@ -59,6 +59,8 @@ class SupervisorLimits:
 
 
 class Supervisor:
+    """Keeps one engine process running behind a client."""
+
     def __init__(
         self,
         client: EngineClient,

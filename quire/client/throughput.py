@@ -14,6 +14,8 @@ UNKNOWN_SECONDS = 1.0  # per request, before the first measurement
 
 
 class ThroughputEstimate:
+    """Requests per busy second, over the last beats."""
+
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()  # busy seconds and ended requests of beats
 

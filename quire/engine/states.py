@@ -80,6 +80,8 @@ class StateMachine(Generic[S]):
 
 
 class LoopState(Enum):
+    """The states of the engine's loop."""
+
     IDLE = "idle"
     SCHEDULING = "scheduling"
     WAITING_WORKER = "waiting_worker"
@@ -101,6 +103,8 @@ LOOP_TRANSITIONS: dict[str, Transition[LoopState]] = {
 
 
 class ProcessState(Enum):
+    """The states of the engine process."""
+
     STARTING = "starting"
     READY = "ready"
     BACKING_OFF = "backing_off"  # the process exited; waits before the next start

@@ -99,6 +99,8 @@ class QueryScaling:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
+    """The sizes and options of an attention block."""
+
     width: int
     num_heads: int
     num_kv_heads: int

@@ -36,6 +36,8 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 @dataclass(slots=True)
 class DecodeResult:
+    """The outputs of a decode step."""
+
     rows: Tensor  # [n] int64
     logits: Tensor  # [n, vocab]
     chosen: Sampled | None  # tokens sampled by the graph, being copied to the host
@@ -50,6 +52,8 @@ class _DecodeOutputs:
 
 
 class DecodeGraphs:
+    """The captured decode steps of one engine, by padded number of rows."""
+
     def __init__(self, model: Model, caches: Mapping[str, Tensor], rows: DeviceRows, ops: RowOps, max_rows: int):
         self._model = model
         self._caches = caches

@@ -34,6 +34,8 @@ MAX_PADDING = 1.34  # maximum ratio of padded to computed tokens above `SMALL`
 
 @dataclass(frozen=True, slots=True)
 class MixedSize:
+    """The padded size of a captured mixed step."""
+
     tokens: int
     decodes: int  # decode rows
 
@@ -49,6 +51,8 @@ class MixedSize:
 
 @dataclass(slots=True)
 class MixedResult:
+    """The outputs of a mixed step."""
+
     rows: Tensor  # [samples] int64
     hidden: Tensor  # [samples, width]
     chosen: Sampled | None  # sampled tokens, being copied to the host, if every row is plain
@@ -69,6 +73,8 @@ class _MixedGraph:
 
 
 class MixedGraphs:
+    """The captured mixed steps of one engine, by size."""
+
     def __init__(
         self,
         model: Model,

@@ -24,6 +24,8 @@ from quire.types import CacheSpec, Plan
 
 @dataclass(slots=True)
 class Gathered:
+    """A step's inputs, with the rows that are sampled."""
+
     step: Step
     sample_rows: Tensor  # [samples] int64: row of each sample
 
@@ -39,6 +41,8 @@ class Decode:
 
 
 class DeviceRows:
+    """The state of all rows, as tensors on the device."""
+
     def __init__(self, max_rows: int, max_len: int, specs: list[CacheSpec], device: torch.device):
         self.device = device
         self.specs = specs

@@ -52,6 +52,8 @@ class Forward:
 
 
 class Runner:
+    """Runs the plans of one engine on one device."""
+
     def __init__(
         self,
         model: Model,

@@ -39,6 +39,8 @@ class _PendingOut:
 
 
 class CacheStore:
+    """The cache's tensors on the device, and its swap space on the host."""
+
     def __init__(
         self,
         specs: list[CacheSpec],

@@ -36,6 +36,8 @@ class Cohort:
 
 @dataclass(slots=True)
 class Bias:
+    """Values that are added to single logits."""
+
     cells: Tensor  # [n] int64
     values: Tensor  # [n] float32
 
@@ -60,6 +62,8 @@ class BadWords:
 
 @dataclass(slots=True)
 class Penalties:
+    """Repetition, presence and frequency penalties of the samples that have any."""
+
     samples: Tensor  # [n] int64
     host_samples: list[int]
     prompt_len: Tensor  # [n] int64
@@ -72,6 +76,8 @@ class Penalties:
 
 @dataclass(slots=True)
 class Dry:
+    """DRY penalties of the samples that have them."""
+
     samples: Tensor  # [n] int64
     host_samples: list[int]
     multiplier: Tensor  # [n] float32
@@ -83,6 +89,8 @@ class Dry:
 
 @dataclass(slots=True)
 class LogprobsRequest:
+    """The samples whose log-probabilities are returned."""
+
     samples: Tensor | None  # [n] int64; None: every sample of the step
     host_samples: list[int]
     host_num_top: list[int]  # number of alternatives per sample
@@ -115,6 +123,8 @@ class EditedSamples:
 
 @dataclass(slots=True)
 class Batch:
+    """All sampling parameters of one step."""
+
     num_samples: int
     cohorts: list[Cohort] = field(default_factory=list)  # each sample is in exactly one
     bias: Bias | None = None

@@ -37,6 +37,8 @@ Draw = Callable[[Tensor, Cohort, Tensor], Tensor]  # edited logits [n, vocab], c
 
 
 class FusedSampling:
+    """Sampling by a device's kernels, with torch as the fallback for each."""
+
     def __init__(self, ops: SamplingOps, draw: Draw, lazy: LazyKernels):
         """`draw` samples one cohort in torch, as the fallback for filters."""
         self._ops = ops

@@ -20,6 +20,8 @@ _SLICE_LEN = 64  # prompt positions whose logits are in memory at a time
 
 @dataclass(slots=True)
 class Logprobs:
+    """Scores of some tokens with their alternatives, on the device."""
+
     token_ids: Tensor  # [n] int64: scored tokens
     logprob: Tensor  # [n] float32
     rank: Tensor  # [n] int64: 1 + number of strictly more likely tokens

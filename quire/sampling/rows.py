@@ -70,6 +70,8 @@ class _RaggedParams:
 
 
 class SamplingRows:
+    """The sampling parameters of all rows, which a step gathers from."""
+
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str):
         """Allocates `max_rows` rows and one permanently empty row, whose parameters padding is sampled with."""
         self.vocab_size = vocab_size

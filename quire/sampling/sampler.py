@@ -52,6 +52,8 @@ Choice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor,
 
 
 class Sampler:
+    """Samples one token for each row of logits."""
+
     def __init__(
         self,
         vocab_size: int,

@@ -64,6 +64,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
 
 
 class CancelMany(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
+    """A request to cancel several requests."""
+
     ids: Annotated[list[RequestId], Meta(max_length=MAX_BATCH)]
 
 

@@ -18,6 +18,8 @@ Kind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True)
 class ContentBlock:
+    """One block of a reply: text, reasoning or a tool call."""
+
     index: int
     kind: Kind
     name: str = ""  # the function's name if the block is a call
@@ -27,17 +29,23 @@ class ContentBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockOpened:
+    """A block has begun."""
+
     block: ContentBlock
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGrown:
+    """A block has more text."""
+
     block: ContentBlock
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlockClosed:
+    """A block is complete, or ended by the end of the output."""
+
     block: ContentBlock
 
 
@@ -45,6 +53,8 @@ BlockChange = BlockOpened | BlockGrown | BlockClosed
 
 
 class ContentBlocks:
+    """The blocks of one reply, in order."""
+
     def __init__(self) -> None:
         self.all: list[ContentBlock] = []
         self._open: ContentBlock | None = None

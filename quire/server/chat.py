@@ -33,6 +33,8 @@ COUNTED_TOKENS = 1 << 20  # token limit of routes that only count or show tokens
 
 
 class ChatPrompts:
+    """Makes prompts and resolves parameters for the routes."""
+
     def __init__(self, edge: Edge, setup: Setup, work: TextWork):
         self._edge, self._work = edge, work
         self._limits = setup.limits

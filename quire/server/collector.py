@@ -37,6 +37,8 @@ class ReasoningTokens:
 
 @dataclass(slots=True)
 class WholeSample:
+    """One sample, complete."""
+
     message: AssistantMessage = field(default_factory=AssistantMessage)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

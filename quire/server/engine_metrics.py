@@ -15,6 +15,8 @@ Values = Iterable[tuple[tuple[str, ...], float]]  # values of the labels after t
 
 
 class EngineCollector:
+    """Collects the figures of all engines for Prometheus."""
+
     COUNTERS = (
         ("steps", "Steps run"),
         ("computed_tokens", "Tokens computed in all steps (the sum of batch tokens)"),

@@ -60,6 +60,8 @@ class Totals:
 
 
 class Generation:
+    """Submits generation jobs for all routes, within the bounds of the queue."""
+
     def __init__(self, fleet: Fleet, edge: Edge, prompts: ChatPrompts, config: ServerConfig, metrics: Metrics):
         self._prompts = prompts
         self._fleet = fleet

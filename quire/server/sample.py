@@ -34,6 +34,8 @@ class PlainText:
 
 @dataclass(slots=True)
 class End:
+    """A sample's end, with its usage."""
+
     reason: str  # stop or length
     stop_text: str | None  # the stop string that ended the text
     usage: Usage
@@ -54,6 +56,8 @@ class Piece:
 
 
 class Sample:
+    """One sample while it is generated."""
+
     def __init__(self, request: Request, tokenizer: Tokenizer, parser: AnswerParser, index: int):
         self.request = request
         self.index = index  # place among all samples of the API request

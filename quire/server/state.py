@@ -26,6 +26,8 @@ RANKS = {"ok": 0, "recovering": 1, "unhealthy": 2}  # of health, the worst last
 
 @dataclass(slots=True)
 class Server:
+    """The state that all routes share."""
+
     config: Config
     fleet: Fleet
     edge: Edge

@@ -32,6 +32,8 @@ _SIZE = "length(body) + length(items) + length(messages)"  # bytes, since all co
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
+    """A response with the conversation that it continues."""
+
     id: str
     owner: str  # digest of the creator's key; no other key may read it
     body: dict[str, Any]  # the response body
@@ -40,6 +42,8 @@ class StoredResponse:
 
 
 class ResponseStore:
+    """The newest responses, by id and owner."""
+
     def __init__(self, path: str | None, max_stored: int, max_bytes: int):
         self._max_stored, self._max_bytes = max_stored, max_bytes
         self._num_bytes = 0

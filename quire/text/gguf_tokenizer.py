@@ -21,6 +21,8 @@ MAX_PIECE_CHARS = 256  # merges build no longer piece; pieces of real models sta
 
 
 class TokenType(IntEnum):
+    """Types of tokens in a GGUF vocabulary."""
+
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3

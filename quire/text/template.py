@@ -28,6 +28,8 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
+    """A compiled chat template with the model's special tokens."""
+
     def __init__(
         self,
         source: str,

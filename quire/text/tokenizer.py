@@ -43,6 +43,8 @@ class TokenizerVocabulary:
 
 
 class Tokenizer:
+    """A model's tokenizer. Safe to call from any thread."""
+
     def __init__(self, backend: Any, vocabulary: TokenizerVocabulary):
         self._backend = backend
         with suppress(AttributeError):  # some kinds and versions of models have no such cache

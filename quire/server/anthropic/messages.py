@@ -81,6 +81,8 @@ class MessageState:
 
 
 class MessageStream:
+    """The reply as Anthropic's events."""
+
     keep_alive = named_event("ping", {"type": "ping"})
 
     def __init__(self, run: GenerationRun, model: str):

@@ -10,6 +10,8 @@ GRACE_SECONDS = 20.0  # time before the rate applies
 
 @dataclass(frozen=True, slots=True)
 class BodyPace:
+    """The limits on how long a body may take."""
+
     seconds: float  # limit for the whole body
     rate: int  # minimum average bytes per second after GRACE_SECONDS; 0: no minimum
 

@@ -68,6 +68,8 @@ class _StopReading(Exception):
 
 
 class ServerConnection(HttpToolsProtocol):
+    """One client's connection. uvicorn creates it."""
+
     def __init__(self, *args: Any, others: OpenConnections, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._others = others

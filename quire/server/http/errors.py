@@ -85,6 +85,8 @@ ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
+    """An error reply: status, code, message, parameter and headers."""
+
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ):

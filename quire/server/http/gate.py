@@ -43,6 +43,8 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{1,4096}")
 
 
 class Gate:
+    """The ASGI application in front of the routes."""
+
     def __init__(self, app: ASGIApp, server: Server):
         self._app = app
         self._server = server

@@ -113,6 +113,8 @@ class RateBudget:
 
 
 class RateLimits:
+    """The budgets of all callers, with the limits of a minute."""
+
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float] = time.monotonic):
         self._sizes = {name: size for name, size in (("requests", requests), ("tokens", tokens)) if size is not None}
         self._clock = clock

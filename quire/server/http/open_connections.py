@@ -19,11 +19,15 @@ Report = Callable[[str, ApiError], None]  # request id and error of a reply made
 
 
 class Droppable(Protocol):
+    """A connection that can be dropped."""
+
     def drop(self) -> None:
         """Abort the connection."""
 
 
 class OpenConnections:
+    """All open connections, with their bytes and idle times."""
+
     def __init__(self, limit: int, max_held: int = MAX_HELD, report: Report = lambda request_id, error: None):
         self.limit = limit
         self.max_held = max_held

@@ -61,6 +61,8 @@ async def stream_reply(request: Request, run: GenerationRun, encoder: StreamEnco
 
 
 class EventStream(Response):
+    """A streaming response that ends its run when the client disconnects."""
+
     media_type = "text/event-stream"
 
     def __init__(self, run: GenerationRun, encoder: StreamEncoder, watcher: asyncio.Task[None], server: Server):

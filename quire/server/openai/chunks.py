@@ -54,6 +54,8 @@ class StreamUsage:
 
 
 class ChunkWriter:
+    """Writes one stream's chunks."""
+
     def __init__(self, head: dict[str, Any], run: GenerationRun, options: StreamOptions | None):
         self._head = head
         self.usage = StreamUsage(run, options)

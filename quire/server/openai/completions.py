@@ -39,6 +39,8 @@ def check(body: CompletionBody) -> None:
 
 
 class CompletionWhole:
+    """The reply as one body."""
+
     def __init__(self, run: GenerationRun, model: str, tokenizer: Tokenizer, body: CompletionBody):
         self._run, self._model, self._tokenizer, self._body = run, model, tokenizer, body
         self._gather = SampleCollector(run.num_samples)
@@ -81,6 +83,8 @@ class CompletionWhole:
 
 
 class CompletionStream:
+    """The reply as chunks."""
+
     keep_alive = COMMENT
 
     def __init__(self, run: GenerationRun, model: str, tokenizer: Tokenizer, body: CompletionBody):

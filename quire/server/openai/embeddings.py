@@ -73,6 +73,8 @@ class OwnPooling:
 
 
 class EmbeddingsWhole:
+    """The reply as one body."""
+
     def __init__(self, run: GenerationRun, model: str, body: EmbeddingsBody, rule: PoolingRule):
         self._run, self._model, self._given, self._rule = run, model, body, rule
         self._gather = SampleCollector(run.num_samples)

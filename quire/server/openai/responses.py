@@ -161,6 +161,8 @@ class ResponseState:
 
 
 class ResponseWhole:
+    """The reply as one body, which is stored if the client wants it."""
+
     def __init__(self, state: ResponseState, store: Store):
         self._state, self._store = state, store
 

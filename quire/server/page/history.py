@@ -18,6 +18,8 @@ MEASURES = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_second
 
 
 class History:
+    """The records of the newest replies, by caller."""
+
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
         # Caller, the record's number among those of the caller, record.

@@ -44,6 +44,8 @@ PLACES = {
 
 
 class LiveFeed:
+    """Samples the engine and streams the samples to viewers."""
+
     def __init__(self, server: Server, history: History, clock: Callable[[], float] = time.time):
         self._server, self._history, self._clock = server, history, clock
         self._metrics = server.metrics.registry.restricted_registry([TTFT, TPOT, FAILURES, HANGUPS])

@@ -41,6 +41,8 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
+    """One file of the page, with its entity tag."""
+
     body: bytes
     media_type: str
     etag: str

@@ -35,6 +35,8 @@ Log = Callable[..., None]
 
 
 class TextWork(Protocol):
+    """Runs tasks on text, in this process or another."""
+
     async def run(self, task: Task) -> Any:
         """The task's result. Raises the error of a refused task."""
         ...
@@ -45,6 +47,8 @@ class TextWork(Protocol):
 
 
 class InlineTextWork:
+    """Runs tasks in the calling process."""
+
     def __init__(self, tasks: TextTasks):
         self._tasks = tasks
 
@@ -57,6 +61,8 @@ class InlineTextWork:
 
 
 class WorkerPool:
+    """Runs tasks in worker processes: one for short tasks, one for long ones."""
+
     def __init__(self, setup: Setup, log: Log):
         self._short = _Lane("short", setup, log)
         self._long = _Lane("long", setup, log)

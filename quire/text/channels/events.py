@@ -21,28 +21,38 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
+    """More text of the answer."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
+    """More text of the reasoning."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
+    """A tool call begins."""
+
     index: int
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
+    """More of a call's arguments."""
+
     index: int
     arguments: str  # raw JSON text; all deltas joined are the call's arguments
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
+    """A tool call ends."""
+
     index: int
     is_whole: bool = True  # false: the arguments are incomplete
 

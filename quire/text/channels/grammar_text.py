@@ -19,6 +19,8 @@ BOUNDED_SPACE = r"[ \n\t]{0,24}"  # between JSON tokens; bounded because small m
 
 
 class GrammarText:
+    """Collects the rules of one grammar."""
+
     def __init__(self, special_id: TokenIdOf):
         self._special_id = special_id
         self._rules: list[str] = []

@@ -26,6 +26,8 @@ from quire.types import QuireError
 
 
 class ChannelParser:
+    """Splits one sample's text into channels."""
+
     def __init__(
         self,
         tool_format: ToolFormat | None,

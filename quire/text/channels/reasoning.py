@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
+    """A pair of markers around reasoning."""
+
     name: str
     open: str
     close: str

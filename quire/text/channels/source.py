@@ -25,6 +25,8 @@ _NOT_SPACE = re.compile(r"\S")
 
 
 class Source:
+    """The text so far, with the position of the parser."""
+
     def __init__(self, log: EventLog):
         self.log = log
         self.closed = False  # the text is complete

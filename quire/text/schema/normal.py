@@ -26,6 +26,8 @@ _SIBLINGS_MEAN_NOTHING = ("draft-03", "draft-04", "draft-06", "draft-07")  # dra
 
 @dataclass(frozen=True, slots=True)
 class Normal:
+    """A rewritten schema."""
+
     schema: dict[str, Any]  # the enforced part
     notes: tuple[SchemaNote, ...]  # keywords that are not enforced
 

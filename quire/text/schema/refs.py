@@ -17,6 +17,8 @@ _REFS = ("$ref", "$recursiveRef", "$dynamicRef")
 
 
 class References:
+    """The targets of references in one document."""
+
     def __init__(self, root: Any):
         self._root = root
         self._named: dict[str, tuple[str, Any]] | None = None

@@ -15,6 +15,8 @@ from quire.text.channels.source import Reading, Source
 
 
 class BareJson:
+    """Implements `ToolFormat`."""
+
     name = "json"
     markers: tuple[str, ...] = ()
     trigger = ""

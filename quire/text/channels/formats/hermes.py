@@ -17,6 +17,8 @@ _OTHERS = ("<function=", "<arg_key>", "<invoke", "<tool_calls>")  # formats with
 
 
 class Hermes:
+    """Implements `ToolFormat`."""
+
     name = "hermes"
     markers: tuple[str, ...] = (OPEN, CLOSE)
     trigger = OPEN

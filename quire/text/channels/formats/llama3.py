@@ -22,6 +22,8 @@ _LITERALS = {"True": True, "False": False, "None": None, "true": True, "false": 
 
 
 class Llama3:
+    """Implements `ToolFormat`."""
+
     name = "llama3"
     markers: tuple[str, ...] = (TAG,)
     trigger = ""

@@ -31,6 +31,8 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
 
 
 class Qwen3Coder:
+    """Implements `ToolFormat`."""
+
     name = "qwen3_coder"
     markers: tuple[str, ...] = (OPEN, CLOSE)
     trigger = OPEN

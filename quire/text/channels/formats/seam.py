@@ -11,6 +11,8 @@ from quire.text.channels.source import Reading, Source
 
 
 class ToolFormat(Protocol):
+    """How a family of models writes tool calls: parses them, and describes them as a grammar."""
+
     name: str
     markers: tuple[str, ...]  # text markers; where they are special tokens, the detokenizer must show them
     trigger: str  # text that precedes every call; empty where a call is plain JSON

@@ -118,6 +118,24 @@ def test_long_rows_are_split_over_keys(ops: NativeOps, window: int | None, has_s
         compare_attention(ops, work, heads, 16, window, None, sinks)
 
 
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize(("start", "count"), [(300, 3), (1020, 8), (1530, 5)])
+def test_drafts_have_the_bits_of_single_tokens(ops: NativeOps, start: int, count: int, window: int | None) -> None:
+    """A row's tokens in one step, where threads share pieces of the keys, and each of them in a step of its own; past
+    the end of a piece, so that the first tokens see no key of the last one."""
+    caches = torch.randn(2, 100, 16, 2, 64)
+    table = torch.randperm(100, dtype=torch.int32)[None]
+    q = torch.randn(count, 6, 64)
+
+    def attend(first: int, num: int) -> torch.Tensor:
+        stop = start + first + num
+        positions = torch.arange(start + first, stop)
+        plan = ops.plan_attention(table, positions, [num], [stop], 16, window, torch.float32)
+        return ops.paged_attention(q[first : first + num], *caches, plan, 0.3)
+
+    assert torch.equal(attend(0, count), torch.cat([attend(i, 1) for i in range(count)]))
+
+
 @pytest.mark.parametrize("has_cap", [False, True])
 def test_attention_sinks(ops: NativeOps, has_cap: bool) -> None:
     sinks = torch.tensor([-1.0, 0.0, 2.0, 60.0])

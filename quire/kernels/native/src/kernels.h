@@ -13,6 +13,7 @@ constexpr int kQueryTokens = 16;  // tokens of one row that attention takes at a
 constexpr int kKeyBlock = 64;     // keys that attention takes at a time
 constexpr int kSplitKeys = 512;   // keys of one piece; pieces are summed separately and merged
 constexpr int kSplitTokens = 2;   // at most this many tokens with many keys: threads share the pieces
+constexpr int kFewTasks = 4;      // with fewer attention tasks per thread: threads share the pieces of more tokens, too
 
 // The types of GGUF that have kernels; `layout.h` says how each lies in memory. The numbers are those of `library.py`.
 enum class Form : int32_t {
@@ -46,9 +47,10 @@ struct Matrix {
     const uint8_t* data;
 };
 
-// 32 activations in 16 bits: a value is 256 times its high byte plus its low one, times the scale. One line of the cache.
+// 32 activations as whole numbers of 16 bits, to be multiplied by the block's scale. One line of the cache; how they lie in
+// it is up to the instruction set (`store_whole`).
 struct Block {
-    int8_t high[kBlock], low[kBlock];
+    int8_t bytes[2 * kBlock];
 };
 
 struct Factors {  // of a block

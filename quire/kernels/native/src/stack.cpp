@@ -71,7 +71,8 @@ struct Piece {  // a piece of the keys of one unit and key-value head
 };
 
 // Keys are processed in pieces that begin at multiples of kSplitKeys, so that other rows of the batch change no bit. If
-// few tokens see many keys, each piece is a task; else one thread processes all pieces in order.
+// few tokens see many keys, or threads would have nothing to do, each piece is a task; else one thread processes all
+// pieces in order.
 int64_t list_pieces(Context& c, const StepDesc& step, const GroupDesc& group, const Shape& shape, const Unit* units,
                     int64_t num_units) {
     int64_t num_pieces = 0, num_floats = 0;
@@ -81,8 +82,9 @@ int64_t list_pieces(Context& c, const StepDesc& step, const GroupDesc& group, co
         return from - from % kKeyBlock;
     };
     const auto last_key = [&](const Unit& unit) { return step.positions[unit.first] + unit.count - 1; };
+    const bool are_few = num_units * shape.num_kv_heads < kFewTasks * c.pool.size();  // of a draft or a chunk of one row
     const auto count_of = [&](const Unit& unit) {
-        return unit.count <= kSplitTokens ? last_key(unit) / kSplitKeys - first_key(unit) / kSplitKeys + 1 : int64_t(1);
+        return unit.count <= kSplitTokens || are_few ? last_key(unit) / kSplitKeys - first_key(unit) / kSplitKeys + 1 : int64_t(1);
     };
     const int64_t query_floats = shape.group() * part_floats(int(shape.head_dim));
     for (int64_t u = 0; u < num_units; ++u) {

@@ -122,10 +122,10 @@ struct NibbleScaleAndLeast {
 
 // -- forms
 
-// kLargest: of the bytes. kIsSigned: bytes have signs, and there is no least value.
-template <class Values, class Heads, int kCellColumns, int kLargestByte, bool kHasSigns = false>
+// kIsSigned: bytes have signs, and there is no least value.
+template <class Values, class Heads, int kCellColumns, bool kHasSigns = false>
 struct Coded : Heads {
-    static constexpr int kCell = kCellColumns, kLargest = kLargestByte;
+    static constexpr int kCell = kCellColumns;
     static constexpr bool kIsSigned = kHasSigns;
     static Bytes group(const uint8_t* w, int g) { return Values::group(w, g); }
 };
@@ -139,18 +139,18 @@ struct UnevenValues {
 
 template <Form F>
 struct Coding;
-template <> struct Coding<Form::kQ8_0> : Coded<InBytes, HalfScale<0>, 32, 127, true> {};
-template <> struct Coding<Form::kQ4_0> : Coded<InNibbles, HalfScale<8>, 32, 15> {};
-template <> struct Coding<Form::kQ4_1> : Coded<InNibbles, HalfScaleAndLeast, 32, 15> {};
-template <> struct Coding<Form::kQ5_0> : Coded<InFive, HalfScale<16>, 32, 31> {};
-template <> struct Coding<Form::kQ5_1> : Coded<InFive, HalfScaleAndLeast, 32, 31> {};
-template <> struct Coding<Form::kIQ4_NL> : Coded<UnevenValues, HalfScale<0>, 32, 127, true> {};
-template <> struct Coding<Form::kMXFP4> : Coded<Fp4Values, PowerOfTwo, 32, 24> {};
-template <> struct Coding<Form::kQ4_K> : Coded<InNibbles, ByteScaleAndLeast, 32, 15> {};
-template <> struct Coding<Form::kQ5_K> : Coded<InFive, ByteScaleAndLeast, 32, 31> {};
-template <> struct Coding<Form::kQ6_K> : Coded<InSix, SignedScale<32>, 16, 63> {};
-template <> struct Coding<Form::kQ3_K> : Coded<InThree, SixBitScale, 16, 7> {};
-template <> struct Coding<Form::kQ2_K> : Coded<InTwo, NibbleScaleAndLeast, 16, 3> {};
-template <> struct Coding<Form::kIQ4_XS> : Coded<UnevenValues, SignedScale<0>, 32, 127, true> {};
+template <> struct Coding<Form::kQ8_0> : Coded<InBytes, HalfScale<0>, 32, true> {};
+template <> struct Coding<Form::kQ4_0> : Coded<InNibbles, HalfScale<8>, 32> {};
+template <> struct Coding<Form::kQ4_1> : Coded<InNibbles, HalfScaleAndLeast, 32> {};
+template <> struct Coding<Form::kQ5_0> : Coded<InFive, HalfScale<16>, 32> {};
+template <> struct Coding<Form::kQ5_1> : Coded<InFive, HalfScaleAndLeast, 32> {};
+template <> struct Coding<Form::kIQ4_NL> : Coded<UnevenValues, HalfScale<0>, 32, true> {};
+template <> struct Coding<Form::kMXFP4> : Coded<Fp4Values, PowerOfTwo, 32> {};
+template <> struct Coding<Form::kQ4_K> : Coded<InNibbles, ByteScaleAndLeast, 32> {};
+template <> struct Coding<Form::kQ5_K> : Coded<InFive, ByteScaleAndLeast, 32> {};
+template <> struct Coding<Form::kQ6_K> : Coded<InSix, SignedScale<32>, 16> {};
+template <> struct Coding<Form::kQ3_K> : Coded<InThree, SixBitScale, 16> {};
+template <> struct Coding<Form::kQ2_K> : Coded<InTwo, NibbleScaleAndLeast, 16> {};
+template <> struct Coding<Form::kIQ4_XS> : Coded<UnevenValues, SignedScale<0>, 32, true> {};
 
 }  // namespace

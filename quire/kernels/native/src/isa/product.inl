@@ -10,49 +10,26 @@ inline void begin(Floats* acc) {
 
 constexpr int64_t kNearBytes = 20000;  // of activations, beside a tile of weights, in the first cache
 
-// Groups that a narrow sum holds before it must be widened: pairs of products with bytes of either sign, in 16 bits.
-constexpr int narrow_groups(int largest) { return 32767 / (2 * 128 * largest); }
+// What stands between a tile and its registers must be inlined, or sums go through memory.
+#define QUIRE_INLINE inline __attribute__((always_inline))
 
 // One cell: group after group, in an order in which groups that share a vector follow each other.
 template <Form F, int kFirst, int M>
-inline void add_cell(const uint8_t* w, const Scales& scales, const Block* const* at, const Factors* factors, Floats* acc) {
+QUIRE_INLINE void add_cell(const uint8_t* w, const Scales& scales, const Block* const* at, const Factors* factors,
+                           Floats* acc) {
     using C = Coding<F>;
     constexpr int kGroups = C::kCell / 4;
-    constexpr bool kWidens = !C::kIsSigned && kSumsAreNarrow && narrow_groups(C::kLargest) < kGroups;
-    Sum high[M], low[M], wide_high[M], wide_low[M];
-    for (int m = 0; m < M; ++m) high[m] = low[m] = wide_high[m] = wide_low[m] = begin_sum();
+    Sum sums[M];
+    for (int m = 0; m < M; ++m) sums[m] = begin_sum();
 #pragma GCC unroll 8
     for (int i = 0; i < kGroups; ++i) {
         const int g = kFirst / 4 + i / 2 + i % 2 * (kGroups / 2);
-        if constexpr (C::kIsSigned) {
-            const Signed x = as_signed(C::group(w, g));
-            for (int m = 0; m < M; ++m) {
-                high[m] = dot_signed(high[m], x, at[m]->high + 4 * g);
-                low[m] = dot_signed(low[m], x, at[m]->low + 4 * g);
-            }
-        } else {
-            const Bytes x = C::group(w, g);
-            for (int m = 0; m < M; ++m) {
-                high[m] = dot_unsigned(high[m], x, at[m]->high + 4 * g);
-                low[m] = dot_unsigned(low[m], x, at[m]->low + 4 * g);
-            }
-        }
-        if constexpr (kWidens) {
-            if ((i + 1) % narrow_groups(C::kLargest) && i + 1 < kGroups) continue;
-            for (int m = 0; m < M; ++m) {
-                wide_high[m] = widen(wide_high[m], high[m]);
-                wide_low[m] = widen(wide_low[m], low[m]);
-                high[m] = low[m] = begin_sum();
-            }
-        }
+        const Weights weights = to_weights<C::kIsSigned>(C::group(w, g));
+        for (int m = 0; m < M; ++m) add_products(sums[m], weights, at[m]->bytes, g);
     }
     for (int m = 0; m < M; ++m) {
         const Factors& f = factors[m];
-        Floats whole;
-        if constexpr (C::kIsSigned) whole = end_signed(high[m], low[m], f.offset);
-        else if constexpr (kWidens) whole = end_wide(wide_high[m], wide_low[m]);
-        else whole = end_unsigned(high[m], low[m]);
-        acc[m] = fma(mul(whole, scales.scale), splat(f.scale), acc[m]);
+        acc[m] = fma(mul(end_sum<C::kIsSigned>(sums[m], f.offset), scales.scale), splat(f.scale), acc[m]);
         if constexpr (!C::kIsSigned) {
             const float sum = C::kCell == kBlock ? f.sum : f.halves[kFirst / 16];
             acc[m] = fma(scales.least, splat(sum), acc[m]);
@@ -61,7 +38,7 @@ inline void add_cell(const uint8_t* w, const Scales& scales, const Block* const*
 }
 
 template <Form F, int M>
-inline void add_units(const uint8_t* p, int64_t units, const Inputs& in, int64_t token, Floats* acc) {
+QUIRE_INLINE void add_units(const uint8_t* p, int64_t units, const Inputs& in, int64_t token, Floats* acc) {
     using C = Coding<F>;
     constexpr Layout kLayout = layout_of(F);
     constexpr int kBlocks = kLayout.columns / kBlock, kCells = kBlock / C::kCell;
@@ -80,7 +57,7 @@ inline void add_units(const uint8_t* p, int64_t units, const Inputs& in, int64_t
 }
 
 template <Form F, int M>
-inline void add_columns(const uint8_t* p, const float* x, int64_t columns, Floats* acc) {
+QUIRE_INLINE void add_columns(const uint8_t* p, const float* x, int64_t columns, Floats* acc) {
     for (int64_t c = 0; c < columns; ++c) {
         Floats w;
         if constexpr (F == Form::kF32) w = load((const float*)p + c * W);
@@ -91,7 +68,7 @@ inline void add_columns(const uint8_t* p, const float* x, int64_t columns, Float
 }
 
 template <int M>
-inline void finish(const Floats* acc, const Matrix& m, int64_t first_row, int64_t token, const Target& to) {
+QUIRE_INLINE void finish(const Floats* acc, const Matrix& m, int64_t first_row, int64_t token, const Target& to) {
     int rows = m.rows - first_row < W ? int(m.rows - first_row) : W;
     for (int i = 0; i < M; ++i) {
         int64_t place = (token + i) * to.stride + first_row;
@@ -109,7 +86,7 @@ inline void finish(const Floats* acc, const Matrix& m, int64_t first_row, int64_
 }
 
 template <Form F, int M>
-void few_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, const Target& to) {
+__attribute__((noinline)) void few_tokens(const Matrix& m, int64_t tile, const Inputs& in, int64_t token, const Target& to) {
     const uint8_t* p = m.data + tile * tile_bytes(m);
     Floats acc[M];
     begin<M>(acc);

@@ -116,7 +116,7 @@ void turn(float* head, const float* cos, const float* sin, int64_t half) {
     }
 }
 
-// Rounds blocks of 32 to 16 bits, two bytes each. n is a multiple of 32. A block with NaN or infinity gets the scale NaN,
+// Rounds blocks of 32 to 16 bits. n is a multiple of 32. A block with NaN or infinity gets the scale NaN,
 // so that it propagates to every product.
 void quantize(const float* x, int64_t n, Block* blocks, Factors* factors, int64_t stride) {
     constexpr float kMost = 127 * 256;  // the integer of a block's largest magnitude
@@ -141,13 +141,7 @@ void quantize(const float* x, int64_t n, Block* blocks, Factors* factors, int64_
         const Floats inverse = splat(most > 1e-30f ? kMost / most : 0.0f);
         int32_t sums[2] = {0, 0};  // of either half
         for (int i = 0; i < kBlock / W; ++i) {
-            const Floats whole = nearest(mul(part[i], inverse));
-            const Floats high = nearest(mul(add(whole, splat(0.5f)), splat(1.0f / 256)));
-            // From -128 to 127. AVX2 can't negate -128, so there the range is slightly smaller.
-            const Floats low = larger(fma(high, splat(-256.0f), whole), splat(-127.0f));
-            int32_t& sum = sums[i * W / (kBlock / 2)];
-            sum += 256 * store_bytes(blocks[b].high + i * W, high);
-            sum += store_bytes(blocks[b].low + i * W, low);
+            sums[i * W / (kBlock / 2)] += store_whole(blocks[b].bytes, i * W, nearest(mul(part[i], inverse)));
         }
         const int32_t sum = sums[0] + sums[1];
         const float scale = finite ? most / kMost : NAN;

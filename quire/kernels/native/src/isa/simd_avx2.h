@@ -8,13 +8,10 @@
 namespace {
 
 constexpr int W = 8;
-constexpr int kMaxTokens = 4;
+constexpr int kMaxTokens = 8;
 
 using Floats = __m256;
 using Bytes = __m256i;
-struct Signed {
-    __m256i value, magnitude;
-};
 struct Sum {
     __m256i v;
 };
@@ -56,11 +53,11 @@ inline Floats scale_by_power(Floats a, Floats n) {
     __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(a, _mm256_castsi256_ps(power));
 }
-inline int32_t store_bytes(int8_t* p, Floats a) {
+// Of four columns the first and third lie beside each other, and the others: the pairs that `add_products` multiplies.
+inline int32_t store_whole(int8_t* block, int at, Floats a) {
     __m256i x = _mm256_cvtps_epi32(a);
-    __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
-    __m128i words = _mm_packs_epi32(low, high);
-    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storeu_si128((__m128i*)(block + 2 * at), _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xd8), 0xd8));
     __m128i s = _mm_madd_epi16(words, _mm_set1_epi16(1));
     s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
@@ -114,34 +111,29 @@ inline Floats load_power(const uint8_t* p) {
 inline Floats load_upper(const uint16_t* p) {  // the upper halves of floats
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-inline Signed as_signed(Bytes a) { return {a, _mm256_abs_epi8(a)}; }
-inline __m256i four_bytes(const int8_t* a) {
+// Weights in 16 bits, so that a product takes whole activations and a token needs one register for its sums.
+struct Weights {
+    __m256i even, odd;  // of each four columns the first and third, the second and fourth
+};
+template <bool kIsSigned>
+inline Weights to_weights(Bytes a) {
+    if constexpr (kIsSigned) return {_mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), _mm256_srai_epi16(a, 8)};
+    return {_mm256_and_si256(a, _mm256_set1_epi16(255)), _mm256_srli_epi16(a, 8)};
+}
+inline __m256i pair(const int8_t* a) {
     int32_t word;
     memcpy(&word, a, 4);
     return _mm256_set1_epi32(word);
 }
 inline Sum begin_sum() { return {_mm256_setzero_si256()}; }
-// Few bits times bytes are summed in 16 bits, and widened before these overflow.
-constexpr bool kSumsAreNarrow = true;
-inline Sum widen(Sum wide, Sum narrow) {
-    return {_mm256_add_epi32(wide.v, _mm256_madd_epi16(narrow.v, _mm256_set1_epi16(1)))};
+inline void add_products(Sum& s, const Weights& w, const int8_t* block, int group) {
+    s.v = _mm256_add_epi32(s.v, _mm256_madd_epi16(w.even, pair(block + 8 * group)));
+    asm("" : "+x"(s.v));  // else compilers compute all products of a block first, and spill them
+    s.v = _mm256_add_epi32(s.v, _mm256_madd_epi16(w.odd, pair(block + 8 * group + 4)));
+    asm("" : "+x"(s.v));
 }
-inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
-    return {_mm256_add_epi16(s.v, _mm256_maddubs_epi16(w, four_bytes(a)))};
-}
-inline Floats end_unsigned(Sum high, Sum low) {
-    const __m256i upper = _mm256_madd_epi16(high.v, _mm256_set1_epi16(256));
-    return _mm256_cvtepi32_ps(_mm256_add_epi32(upper, _mm256_madd_epi16(low.v, _mm256_set1_epi16(1))));
-}
-inline Floats end_wide(Sum high, Sum low) {
-    return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.v, 8), low.v));
-}
-// Eight bits times bytes are widened at once.
-inline Sum dot_signed(Sum s, Signed w, const int8_t* a) {
-    __m256i pairs = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(four_bytes(a), w.value));
-    return {_mm256_add_epi32(s.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
-}
-inline Floats end_signed(Sum high, Sum low, int32_t) { return end_wide(high, low); }
+template <bool kIsSigned>
+inline Floats end_sum(const Sum& s, int32_t) { return _mm256_cvtepi32_ps(s.v); }
 
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

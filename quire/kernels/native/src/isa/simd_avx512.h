@@ -12,9 +12,8 @@ constexpr int kMaxTokens = 8;
 
 using Floats = __m512;
 using Bytes = __m512i;
-using Signed = __m512i;
 struct Sum {
-    __m512i v;
+    __m512i high, low;
 };
 
 inline __mmask16 lane_mask(int n) { return __mmask16((1u << n) - 1); }
@@ -40,9 +39,12 @@ inline Floats larger_magnitude(Floats a, Floats b) {
     return _mm512_castsi512_ps(_mm512_max_epi32(x, y));
 }
 inline Floats scale_by_power(Floats a, Floats n) { return _mm512_scalef_ps(a, n); }
-inline int32_t store_bytes(int8_t* p, Floats a) {
-    __m512i x = _mm512_cvtps_epi32(a);
-    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x));
+// The high bytes of 32 columns, then the low ones, each with a sign: a number is 256 times the one plus the other.
+inline int32_t store_whole(int8_t* block, int at, Floats a) {
+    const __m512i x = _mm512_cvtps_epi32(a);
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+    _mm_storeu_si128((__m128i*)(block + at), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128((__m128i*)(block + 32 + at), _mm512_cvtepi32_epi8(x));  // the lowest byte of each
     return _mm512_reduce_add_epi32(x);
 }
 inline void transpose(const float* const* rows, int columns, float* out) {
@@ -100,22 +102,23 @@ inline Floats load_upper(const uint16_t* p) {  // the upper halves of floats
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 // The instruction wants its first factor without a sign: 128 is added to it here, and taken off the sum in the end.
-inline Signed as_signed(Bytes a) { return _mm512_xor_si512(a, _mm512_set1_epi8(-128)); }
-constexpr bool kSumsAreNarrow = false;
-inline Sum begin_sum() { return {_mm512_setzero_si512()}; }
+using Weights = __m512i;
+template <bool kIsSigned>
+inline Weights to_weights(Bytes a) { return kIsSigned ? _mm512_xor_si512(a, _mm512_set1_epi8(-128)) : a; }
+inline Sum begin_sum() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
 // By hand, because compilers load the four bytes with an instruction of their own, and there are as many as products.
-inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
+inline void add_four(__m512i& sum, __m512i w, const int8_t* a) {
     typedef int32_t Word __attribute__((may_alias));
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(s.v) : "v"(w), "m"(*(const Word*)a));
-    return s;
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*(const Word*)a));
 }
-inline Sum dot_signed(Sum s, Signed w, const int8_t* a) { return dot_unsigned(s, w, a); }
-inline __m512i whole(Sum high, Sum low) { return _mm512_add_epi32(_mm512_slli_epi32(high.v, 8), low.v); }
-inline Floats end_unsigned(Sum high, Sum low) { return _mm512_cvtepi32_ps(whole(high, low)); }
-inline Sum widen(Sum wide, Sum) { return wide; }
-inline Floats end_wide(Sum high, Sum low) { return end_unsigned(high, low); }
-inline Floats end_signed(Sum high, Sum low, int32_t offset) {
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(whole(high, low), _mm512_set1_epi32(offset)));
+inline void add_products(Sum& s, Weights w, const int8_t* block, int group) {
+    add_four(s.high, w, block + 4 * group);
+    add_four(s.low, w, block + 32 + 4 * group);
+}
+template <bool kIsSigned>
+inline Floats end_sum(const Sum& s, int32_t offset) {
+    const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(s.high, 8), s.low);
+    return _mm512_cvtepi32_ps(kIsSigned ? _mm512_add_epi32(whole, _mm512_set1_epi32(offset)) : whole);
 }
 
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {

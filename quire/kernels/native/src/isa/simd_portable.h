@@ -21,7 +21,6 @@ struct Bytes {
 struct Sum {
     int32_t v[W];
 };
-using Signed = Bytes;
 
 #define LANES for (int i = 0; i < W; ++i)
 inline Floats splat(float x) { Floats r; LANES r.v[i] = x; return r; }
@@ -52,9 +51,12 @@ inline Floats larger_magnitude(Floats a, Floats b) {
     return a;
 }
 inline Floats scale_by_power(Floats a, Floats n) { LANES a.v[i] = ldexpf(a.v[i], int(n.v[i])); return a; }
-inline int32_t store_bytes(int8_t* p, Floats a) {  // whole numbers within a byte; returns their sum
+// Writes whole numbers of 16 bits, columns `at` to at + W - 1 of a block, as `add_products` reads them; returns their sum.
+inline int32_t store_whole(int8_t* block, int at, Floats a) {
     int32_t sum = 0;
-    LANES { p[i] = int8_t(a.v[i]); sum += p[i]; }
+    int16_t x[W];
+    LANES sum += x[i] = int16_t(a.v[i]);
+    memcpy(block + 2 * at, x, sizeof x);
     return sum;
 }
 inline void transpose(const float* const* rows, int columns, float* out) {  // [W][columns] -> [columns][W]
@@ -95,22 +97,24 @@ inline Floats load_upper(const uint16_t* p) {  // the upper halves of floats
     }
     return r;
 }
-inline Signed as_signed(Bytes a) { return a; }
-constexpr bool kSumsAreNarrow = false;
+// Four columns of every row as a product takes them. Sums of a block of 32 are whole numbers that fit into 32 bits.
+struct Weights {
+    int16_t v[4 * W];
+};
+template <bool kIsSigned>
+inline Weights to_weights(Bytes a) {
+    Weights r;
+    for (int i = 0; i < 4 * W; ++i) r.v[i] = kIsSigned ? int8_t(a.v[i]) : a.v[i];
+    return r;
+}
 inline Sum begin_sum() { Sum r; LANES r.v[i] = 0; return r; }
-inline Sum dot_unsigned(Sum s, Bytes w, const int8_t* a) {
-    LANES for (int j = 0; j < 4; ++j) s.v[i] += int32_t(w.v[4 * i + j]) * a[j];
-    return s;
+inline void add_products(Sum& s, const Weights& w, const int8_t* block, int group) {
+    int16_t x[4];
+    memcpy(x, block + 8 * group, sizeof x);
+    LANES for (int j = 0; j < 4; ++j) s.v[i] += int32_t(w.v[4 * i + j]) * x[j];
 }
-inline Sum dot_signed(Sum s, Signed w, const int8_t* a) {
-    LANES for (int j = 0; j < 4; ++j) s.v[i] += int32_t(int8_t(w.v[4 * i + j])) * a[j];
-    return s;
-}
-// Of the high and the low bytes; `offset` is for a twin that adds 128 to every weight.
-inline Floats end_unsigned(Sum high, Sum low) { Floats r; LANES r.v[i] = float(256 * high.v[i] + low.v[i]); return r; }
-inline Sum widen(Sum wide, Sum) { return wide; }
-inline Floats end_wide(Sum high, Sum low) { return end_unsigned(high, low); }
-inline Floats end_signed(Sum high, Sum low, int32_t) { return end_unsigned(high, low); }
+template <bool kIsSigned>
+inline Floats end_sum(const Sum& s, int32_t) { Floats r; LANES r.v[i] = float(s.v[i]); return r; }  // the number: `Factors`
 
 // Random bits of W token ids from `first` on, as floats (31 bits, not negative).
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {

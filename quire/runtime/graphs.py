@@ -40,6 +40,7 @@ class DecodeResult:
 
     rows: Tensor  # [n] int64
     logits: Tensor  # [n, vocab]
+    hidden: Tensor  # [n, width]
     chosen: Sampled | None  # tokens sampled by the graph, being copied to the host
 
 
@@ -48,6 +49,7 @@ class _DecodeOutputs:
     """Output tensors of a graph or of an eager run."""
 
     logits: Tensor  # [size, vocab]
+    hidden: Tensor  # [size, width]
     chosen: Tensor | None  # [9 * size] bytes: tokens as int64, then the bad flags
 
 
@@ -86,7 +88,7 @@ class DecodeGraphs:
         chosen = None
         if outputs.chosen is not None:
             chosen = fetch_chosen(outputs.chosen, count)
-        return DecodeResult(self._input[:count], outputs.logits[:count], chosen)
+        return DecodeResult(self._input[:count], outputs.logits[:count], outputs.hidden[:count], chosen)
 
     def capture_missing(self) -> Iterator[None]:
         """Captures one missing graph per `next`: small ones first, which a lightly loaded server uses most, then from
@@ -137,12 +139,13 @@ def decode_rows(
     """Decodes one token of each of `rows` [n] int64, with inputs from device memory only; with `choose` it also samples
     the next token."""
     decode = device_rows.gather_decode(rows, ops)
-    logits = model.logits(model.forward(decode.step, caches))
+    hidden = model.forward(decode.step, caches)
+    logits = model.logits(hidden)
     chosen = None
     if choose:
         append_to = (rows, device_rows.tokens, device_rows.computed)
         chosen = choose_tokens(ops, logits, decode.keys, decode.lengths, decode.scales, append_to)
-    return _DecodeOutputs(logits, chosen)
+    return _DecodeOutputs(logits, hidden, chosen)
 
 
 def choose_tokens(

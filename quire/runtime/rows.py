@@ -43,9 +43,18 @@ class Decode:
 class DeviceRows:
     """The state of all rows, as tensors on the device."""
 
-    def __init__(self, max_rows: int, max_len: int, specs: list[CacheSpec], device: torch.device):
+    def __init__(
+        self,
+        max_rows: int,
+        max_len: int,
+        specs: list[CacheSpec],
+        device: torch.device,
+        draft_specs: Sequence[CacheSpec] = (),
+    ):
+        """`draft_specs`: cache groups of the draft network, which follow the model's `specs` in a plan's groups."""
         self.device = device
         self.specs = specs
+        self._draft_specs = draft_specs
         self.has_state = any(spec.kind == "state" for spec in specs)
         self.padding_row = max_rows
         self.max_len = max_len
@@ -59,7 +68,7 @@ class DeviceRows:
         self._range = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._tables = [
             torch.zeros(num_rows, max_pages if spec.kind == "paged" else 1, dtype=torch.int32, device=device)
-            for spec in specs
+            for spec in (*specs, *draft_specs)
         ]
 
     def apply(self, plan: Plan, draws: Arrays) -> None:
@@ -135,7 +144,7 @@ class DeviceRows:
         num_rows = len(rows)
         inputs = ops.gather_rows(rows, self.tokens, self.computed, self.keys, self.scales)
         groups: dict[str, PagedInputs | StateInputs] = {}
-        for spec, table in zip(self.specs, self._tables, strict=True):
+        for spec, table in zip(self.specs, self._tables, strict=False):
             if spec.kind == "state":
                 groups[spec.group] = StateInputs(table[torch.where(rows < 0, self.padding_row, rows), 0].long())
             else:
@@ -155,15 +164,25 @@ class DeviceRows:
 
     def _groups(self, rows: Tensor, token_rows: Tensor, positions: Tensor) -> dict[str, PagedInputs | StateInputs]:
         groups: dict[str, PagedInputs | StateInputs] = {}
-        size = self._page_tokens
-        for spec, table in zip(self.specs, self._tables, strict=True):
+        for spec, table in zip(self.specs, self._tables, strict=False):
             if spec.kind == "state":
                 groups[spec.group] = StateInputs(table[rows, 0].long())
             else:
-                slots = table[token_rows, positions // size].long() * size + positions % size
-                # Page tables are copied at full width: kernels are compiled for one width, and the copy is cheaper.
-                groups[spec.group] = PagedInputs(table.index_select(0, rows), slots)
+                groups[spec.group] = self._pages(table, rows, token_rows, positions)
         return groups
+
+    def draft_groups(self, rows: Tensor, token_rows: Tensor, positions: Tensor) -> dict[str, PagedInputs | StateInputs]:
+        """Returns the inputs of the draft network's groups for entries at `positions` [tokens] of `token_rows`
+        [tokens], which belong to `rows` [rows]."""
+        tables = self._tables[len(self.specs) :]
+        pairs = zip(self._draft_specs, tables, strict=True)
+        return {spec.group: self._pages(table, rows, token_rows, positions) for spec, table in pairs}
+
+    def _pages(self, table: Tensor, rows: Tensor, token_rows: Tensor, positions: Tensor) -> PagedInputs:
+        size = self._page_tokens
+        slots = table[token_rows, positions // size].long() * size + positions % size
+        # Page tables are copied at full width: kernels are compiled for one width, and the copy is cheaper.
+        return PagedInputs(table.index_select(0, rows), slots)
 
     def append(self, rows: Tensor, lengths: Tensor, tokens: Tensor) -> None:
         """Writes each sample behind the tokens it follows. What follows a rejected draft is overwritten later."""

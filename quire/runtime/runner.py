@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.models.model import Model
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.mixed_graphs import MixedGraphs
+from quire.runtime.proposals import Following, Proposals, Proposed
 from quire.runtime.rows import DeviceRows
 from quire.runtime.samples import StepSamples
 from quire.runtime.store import CacheStore
@@ -49,6 +50,8 @@ class Forward:
     prompt: dict[int, tuple[Logprobs, int]]  # plan index -> logprobs of its prefilled tokens, number of alternatives
     pooled: dict[int, Tensor] = field(default_factory=dict)  # plan index -> [width], for prompts completed by the step
     chosen: Sampled | None = None  # tokens sampled by the graph, being copied to the host
+    following: Following | None = None  # the entries of the draft network, if there is one
+    hidden: Tensor | None = None  # [tokens, width], if the draft network takes them
 
 
 class Runner:
@@ -64,6 +67,7 @@ class Runner:
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
         *,
+        proposals: Proposals | None = None,
         max_batch_tokens: int = 0,
     ):
         self._model = model
@@ -74,6 +78,7 @@ class Runner:
         self._sampler = sampler
         self._graphs = graphs
         self._mixed = mixed
+        self._proposals = proposals
         self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, number of alternatives)
         self._pooling: dict[int, Pooling] = {}  # row -> its hidden states pooled up to now
 
@@ -82,6 +87,13 @@ class Runner:
         self._apply(plan)
         if not plan.rows:
             return Forward(plan, None, None, {})
+        following = self._proposals.begin(plan) if self._proposals is not None else None
+        forward = self._forward(plan, keeps_hidden=self._proposals is not None and self._proposals.takes_hidden)
+        forward.following = following
+        return forward
+
+    def _forward(self, plan: Plan, keeps_hidden: bool) -> Forward:
+        """Computes the step. `keeps_hidden`: the hidden states of all tokens are needed afterwards."""
         if (
             self._graphs is not None
             and not self._pooling
@@ -90,8 +102,8 @@ class Runner:
             rows = [row.row for row in plan.rows]
             decoded = self._graphs.run(rows, choose=not plan.may_mask and self._sampling.is_plain(rows))
             self._store.apply(plan.snapshots)
-            return Forward(plan, decoded.rows, decoded.logits, {}, chosen=decoded.chosen)
-        samples_only = not (self._pooling or self._prompt_top)
+            return Forward(plan, decoded.rows, decoded.logits, {}, chosen=decoded.chosen, hidden=decoded.hidden)
+        samples_only = not (self._pooling or self._prompt_top or keeps_hidden)
         if self._mixed is not None and samples_only and not plan.drafts:
             sampled = [row.row for row in plan.rows if row.wants_sample]
             plain = not plan.may_mask and self._sampling.is_plain(sampled)
@@ -108,18 +120,21 @@ class Runner:
         hidden = self._model.forward(step, self._store.tensors)  # [tokens, width], or [samples, width]
         self._store.apply(plan.snapshots)
         scores, pooled = self._prompt_logprobs(plan, hidden), self._pool(plan, hidden)
+        kept = hidden if keeps_hidden else None
         if not len(step.logits_index):
-            return Forward(plan, None, None, scores, pooled)
+            return Forward(plan, None, None, scores, pooled, hidden=kept)
         if not samples_only:
             hidden = hidden[step.logits_index]
-        return Forward(plan, gathered.sample_rows, self._model.logits(hidden), scores, pooled)
+        return Forward(plan, gathered.sample_rows, self._model.logits(hidden), scores, pooled, hidden=kept)
 
     @torch.inference_mode()
     def sample(self, forward: Forward, masks: Mapping[int, bytes] | None = None) -> StepTicket:
         if forward.chosen is not None:
-            return StepTicket(forward, forward.chosen)
+            assert forward.rows is not None
+            lengths = self._rows.computed[forward.rows] if forward.following is not None else None
+            return StepTicket(forward, forward.chosen, proposed=self._propose(forward, lengths))
         if forward.logits is None or forward.rows is None:
-            return StepTicket(forward)
+            return StepTicket(forward, proposed=self._propose(forward, None))
         rows, samples = forward.rows, StepSamples.of(forward.plan)
         batch = self._sampling.gather(samples.rows)
         lengths = samples.lengths(self._rows.computed[rows])
@@ -127,8 +142,14 @@ class Runner:
         mask = samples.masks(masks, self._model.vocab_size, self._rows.device) if masks else None
         sampled = self._sampler.sample(forward.logits, batch, histories, mask)
         self._rows.append(rows, lengths, sampled.tokens)
-        samples.settle(self._rows, sampled.tokens, sampled.bad)
-        return StepTicket(forward, sampled, batch)
+        newest = samples.settle(self._rows, sampled.tokens, sampled.bad, lengths)
+        return StepTicket(forward, sampled, batch, self._propose(forward, newest))
+
+    def _propose(self, forward: Forward, newest: Tensor | None) -> Proposed | None:
+        """Lets the draft network follow the step. newest [sampling rows] int64: the place of each one's last token."""
+        if self._proposals is None or forward.following is None:
+            return None
+        return self._proposals.run(forward.following, forward.hidden, newest)
 
     def warm_ups(self) -> Iterator[None]:
         """Warm-up in small pieces, between steps: kernels of a single request first, then those of larger steps, then
@@ -229,13 +250,22 @@ class Pooling:
 class StepTicket:
     """A step's results, which `wait` reads from the device; implements `Ticket`."""
 
-    def __init__(self, forward: Forward, sampled: Sampled | None = None, batch: Batch | None = None):
+    def __init__(
+        self,
+        forward: Forward,
+        sampled: Sampled | None = None,
+        batch: Batch | None = None,
+        proposed: Proposed | None = None,
+    ):
+        self._proposed = proposed
         self._forward = forward
         self._sampled = sampled
         self._batch = batch
         self._copied: torch.cuda.Event | None = None
         if sampled is not None and forward.rows is not None and forward.rows.is_cuda:
             self._sampled = start_copy(sampled) if sampled.tokens.is_cuda else sampled
+            if proposed is not None:
+                self._proposed = proposed.start_copy()
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -251,4 +281,6 @@ class StepTicket:
             self._copied.synchronize()
         host = to_host(self._sampled, self._batch.logprobs if self._batch is not None else None)
         StepSamples.of(plan).fill(output, host)
+        if self._proposed is not None:
+            self._proposed.fill(output)
         return output

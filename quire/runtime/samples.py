@@ -47,13 +47,13 @@ class StepSamples:
             return computed
         return computed - send(torch.tensor(self.behind, dtype=torch.int64), computed.device)
 
-    def settle(self, rows: DeviceRows, tokens: Tensor, bad: Tensor) -> None:
+    def settle(self, rows: DeviceRows, tokens: Tensor, bad: Tensor, lengths: Tensor) -> Tensor:
         """Moves rows with drafts back behind the last accepted one; recurrent state returns to that before the step.
 
-        tokens, bad [samples]
+        Returns where each sampling row's last token is, [sampling rows] int64. tokens, bad, lengths [samples]
         """
         if not self.plan.drafts:
-            return
+            return lengths
         drafted = [self.plan.rows[index] for index in self.plan.drafts]
         longest = max(row.num_drafts for row in drafted)
         padded = np.full((len(drafted), longest), NO_DRAFT, np.int64)
@@ -69,12 +69,17 @@ class StepSamples:
             "drafts": padded,
             "counts": counts,
             "whole": whole,
+            "places": np.array([order[index] for index in self.plan.drafts], np.int64),
+            "lasts": first_samples[1:] - 1,
         }
         sent = upload({"drafts": parts}, rows.device)["drafts"]
         rejected = sent["counts"] - count_accepted(tokens, bad, sent["firsts"], sent["drafts"])
+        newest = lengths[sent["lasts"]]
+        newest[sent["places"]] -= rejected
         if rows.has_state:
             rejected = torch.where(rejected > 0, sent["whole"], 0)
         rows.computed[sent["rows"]] -= rejected
+        return newest
 
     def masks(self, masks: Mapping[int, bytes], vocab_size: int, device: torch.device) -> Tensor:
         """Returns grammar masks as [samples, ceil(vocab / 32)] int32, one bit per token; without a mask all are

@@ -46,6 +46,7 @@ from quire.models.model import Model
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.guard import GuardedWorkers, release_memory
 from quire.runtime.mixed_graphs import MixedGraphs
+from quire.runtime.proposals import Proposals
 from quire.runtime.row_trial import settle_row_ops
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
@@ -57,6 +58,7 @@ from quire.sampling.trial import settle_sampling
 from quire.startup import Compilers
 from quire.startup.cache_plan import allocate_cache, find_files, plan_model_memory
 from quire.startup.defaults import describe_gpu, pick_device, resolve_limits, resolve_page_tokens
+from quire.startup.draft_network import LoadedDraft, load_draft
 from quire.startup.trial_notes import TrialNote, find_note
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -87,7 +89,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)
     note = find_note(config, files, describe_gpu(device))
-    loaded, engine, memory = _load_engine(config, files, device, note, progress or QuietProgress())
+    loaded, engine, memory = _load_engine(config, files, tokenizer, device, note, progress or QuietProgress())
     eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
     if loaded.model.ops.native is not None:
         torch.set_num_threads(1)  # the native thread pool uses the cores; torch only runs small operations
@@ -107,7 +109,12 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
 
 
 def _load_engine(
-    config: Config, files: ModelFiles, device: torch.device, note: TrialNote | None, progress: Progress
+    config: Config,
+    files: ModelFiles,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+    note: TrialNote | None,
+    progress: Progress,
 ) -> tuple[LoadedModel, Engine, MemoryPlan]:
     """Returns a loaded model with its engine.
 
@@ -117,14 +124,14 @@ def _load_engine(
     """
     noted = note.read() if note is not None else None
     if note is not None and noted is not None:
-        found = _load_with(Findings(noted), config, files, device, note, progress)
+        found = _load_with(Findings(noted), config, files, tokenizer, device, note, progress)
         if note.read() is not None:
             return found
         found[1].close()
         del found
         release_memory(device)
     findings = Findings()
-    found = _load_with(findings, config, files, device, note, progress)
+    found = _load_with(findings, config, files, tokenizer, device, note, progress)
     if note is not None and (decided := findings.worth_noting) is not None:
         note.write(decided)
     return found
@@ -134,6 +141,7 @@ def _load_with(
     findings: Findings,
     config: Config,
     files: ModelFiles,
+    tokenizer: Tokenizer | None,
     device: torch.device,
     note: TrialNote | None,
     progress: Progress,
@@ -158,15 +166,17 @@ def _load_with(
         findings=findings,
         progress=progress,
     )
+    draft = load_draft(config, loaded, tokenizer, device, progress)
     release_memory(device)  # frees weights that were quantized after reading, before the plan reads the free memory
     engine, memory = build_model_engine(
         loaded.model,
         config,
         loaded.max_model_len,
         device,
-        weights=loaded.weights_bytes,
+        weights=loaded.weights_bytes + (draft.weights_bytes if draft is not None else 0),
         findings=findings,
         on_failure=forbid_note,
+        draft=draft,
     )
     engine.run_warm_up()  # for one request, so that the first one meets neither a compiler nor a broken kernel
     return loaded, engine, memory
@@ -195,17 +205,21 @@ def build_model_engine(
     findings: Findings | None = None,
     on_failure: Callable[[], None] | None = None,
     drafter: Drafter | None = None,
+    draft: LoadedDraft | None = None,
 ) -> tuple[Engine, MemoryPlan]:
     """Returns the engine of a loaded model. `on_failure`: called when a step fails, see `GuardedWorkers`. `drafter`:
-    None for that of the config."""
+    None for that of the config. `draft`: the draft network, if there is one."""
     limits = resolve_limits(config, device)
-    memory = plan_model_memory(model, config, limits, device, available_memory(device), weights, max_model_len)
+    network = draft.network if draft is not None else None
+    available = available_memory(device)
+    memory = plan_model_memory(model, config, limits, device, available, weights, max_model_len, network)
     checksums = config.cache.swap_checksums
     store, memory = allocate_cache(memory, device, device.type == "cpu" if checksums is None else checksums)
     host = list(memory.num_host_units) if memory.num_host_units else None
     specs, units = list(model.specs), list(memory.num_units)
-    cache = CacheIndex(specs, units, host, prefix_cache=config.cache.prefix_cache)
-    rows = DeviceRows(limits.max_rows, max_model_len, specs, device)
+    draft_specs = network.specs if network is not None else []
+    cache = CacheIndex([*specs, *draft_specs], units, host, prefix_cache=config.cache.prefix_cache)
+    rows = DeviceRows(limits.max_rows, max_model_len, specs, device, draft_specs)
     sampling_ops = try_sampling_ops(model, config, device, device, findings)
     # Captured steps use the sampler's kernels, so they are impossible without these.
     row_ops = None if sampling_ops is None else try_row_ops(model, config, max_model_len, device, device, findings)
@@ -214,10 +228,22 @@ def build_model_engine(
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     choice = select_choice(device.type, config.engine.kernels)
     sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _required_kernels(config))
-    runner = Runner(model, store, rows, sampling, sampler, graphs, mixed, max_batch_tokens=limits.max_batch_tokens)
+    proposals = Proposals(network, store.tensors, rows, sampling, sampler) if network is not None else None
+    runner = Runner(
+        model,
+        store,
+        rows,
+        sampling,
+        sampler,
+        graphs,
+        mixed,
+        proposals=proposals,
+        max_batch_tokens=limits.max_batch_tokens,
+    )
     workers = GuardedWorkers(runner, device, on_failure=on_failure)
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
-    scheduler = Scheduler(cache, limits, drafter=drafter or make_drafter(config.engine.speculate))
+    name = draft.name if draft is not None else None
+    scheduler = Scheduler(cache, limits, drafter=drafter or make_drafter(config.engine.speculate, name))
     engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
     return engine, memory
 

@@ -15,6 +15,7 @@ from quire.files.progress import Progress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.table import select_ops
 from quire.layers.weights import weights_bytes
+from quire.models.drafting import DraftNetwork
 from quire.models.fallback.model import FallbackModel
 from quire.models.loading.device_memory import available_memory
 from quire.models.loading.loader import build_model, keeps_blocks, list_notes, read_config, resolve_dtype, supports_fp8
@@ -22,6 +23,7 @@ from quire.models.model import Model
 from quire.runtime.guard import release_memory
 from quire.runtime.store import CacheStore
 from quire.startup.defaults import pick_device, resolve_limits, resolve_page_tokens
+from quire.startup.draft_network import build_draft
 from quire.types import is_out_of_memory
 
 SHRINK = 0.9  # factor of the number of pages after each failed allocation
@@ -43,7 +45,11 @@ def memory_report(config: Config) -> MemoryPlan:
     )
     limits = resolve_limits(config, device)
     max_model_len = config.model.max_model_len or model.max_positions
-    plan = plan_cache(model, config, limits, device, available_memory(device), max_model_len)
+    draft = build_draft(config, device)
+    network = draft.network if draft is not None else None
+    weights = weights_bytes(model) + (draft.weights_bytes if draft is not None else 0)
+    available = available_memory(device) - weights
+    plan = plan_model_memory(model, config, limits, device, available, weights, max_model_len, network)
     dtype = resolve_dtype(config.model.dtype, device, hf_config)
     quant = config.model.quant
     smaller = quant == "none" and supports_fp8(model, device, config.engine.kernels, config.engine.deterministic)
@@ -67,13 +73,19 @@ def plan_model_memory(
     available: int,
     weights: int,
     max_model_len: int,
+    network: DraftNetwork | None = None,
 ) -> MemoryPlan:
+    """Returns the memory plan of a model and its draft network, with so many bytes available now."""
     width = model.activation_elements * limits.max_batch_tokens
+    specs = list(model.specs)
+    if network is not None:  # the two run one after the other
+        width = max(width, network.activation_elements * limits.max_batch_tokens)
+        specs += network.specs
     logits = 4 * limits.max_rows * model.vocab_size  # raw, processed, probabilities, and sort buffers
     item = 4 if device.type == "cpu" else 2
     work = model.work_bytes(limits.max_rows) if isinstance(model, FallbackModel) else 0
     return plan_memory(
-        list(model.specs),
+        specs,
         config.cache,
         device=device.type,
         available=available,

@@ -19,6 +19,7 @@ from quire.files.source import resolve_model
 from quire.models.loading.loader import LoadedModel, load_model
 from quire.models.model import Model
 from quire.startup.assemble import build_model_engine
+from quire.startup.draft_network import LoadedDraft
 from quire.types import Delta, Plan, Request, SamplingParams, StepOutput
 
 CPU = torch.device("cpu")
@@ -56,10 +57,11 @@ def ragged_prompts(vocab: int, seed: int = 5) -> list[list[int]]:
 
 
 def make_engine(model: Model, *, late: bool = False, max_len: int = 256, device: torch.device = CPU,
-                drafter: Drafter | None = None, **knobs: Any) -> Engine:  # fmt: skip
+                drafter: Drafter | None = None, draft: LoadedDraft | None = None, **knobs: Any) -> Engine:  # fmt: skip
     # Without a target time, so that the schedule is the same however busy the machine is.
     knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": 4, "step_target_ms": 0, **knobs}
-    engine, _ = build_model_engine(model, override_config(Config(), knobs), max_len, device, drafter=drafter)
+    config = override_config(Config(), knobs)
+    engine, _ = build_model_engine(model, config, max_len, device, drafter=drafter, draft=draft)
     if late:
         engine.workers = LateDevice(engine.workers)
     return engine

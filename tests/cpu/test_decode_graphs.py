@@ -26,7 +26,7 @@ class Recorded(DecodeGraphs):
         self.computed.append(kind)
         size, choose = kind
         chosen = torch.zeros(9 * size, dtype=torch.uint8) if choose else None
-        return graphs._DecodeOutputs(torch.zeros(size, 5), chosen)
+        return graphs._DecodeOutputs(torch.zeros(size, 5), torch.zeros(size, 4), chosen)
 
 
 @pytest.fixture

@@ -391,9 +391,8 @@ def test_a_capture_that_a_compiler_ends_leaves_its_steps_uncaptured(monkeypatch:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "capture_graph", capture)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(
-        graphs.DecodeGraphs, "_decode", lambda self, kind: graphs._DecodeOutputs(torch.zeros(kind[0], 5), None)
-    )
+    outputs = graphs._DecodeOutputs(torch.zeros(1, 5), torch.zeros(1, 4), None)
+    monkeypatch.setattr(graphs.DecodeGraphs, "_decode", lambda self, kind: outputs)
     decodes = graphs.DecodeGraphs(None, {}, type("Rows", (), {"device": CPU})(), ROW_OPS, 4)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=r"Steps of 1 rows could not be captured \(.*: no such instruction\)") as said:
         for _ in range(4):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+from quire.engine.speculation.device import DeviceProposer
 from quire.engine.speculation.forced import ForcedProposer
 from quire.engine.speculation.goodput import GoodputDrafter
 from quire.engine.speculation.ngram import NgramProposer
@@ -21,20 +23,53 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "ngram": NgramProposer,
 }
 AUTO = ("grammar", "suffix")  # suffix matching finds what n-grams find, and more
+HEAD = "mtp"  # the checkpoint's own layers for several tokens
+MODEL = "draft:"  # followed by the draft model
 
 
-def make_drafter(speculate: str) -> Drafter | None:
-    """Return the drafter of a setting such as "auto" or "ngram,suffix"; None for "off". Raises for an unknown name.
+@dataclass(frozen=True, slots=True)
+class SpeculateSetting:
+    """The setting `speculate`, divided into its parts."""
+
+    proposers: tuple[str, ...]  # of the host
+    draft_model: str | None = None
+    head: bool = False  # the checkpoint must have layers for several tokens
+    head_if_any: bool = False  # such layers are used if the checkpoint has them
+
+    @property
+    def is_off(self) -> bool:
+        return self == SpeculateSetting(())
+
+
+def parse_speculate(speculate: str) -> SpeculateSetting:
+    """Return the parts of a setting such as "auto" or "suffix,mtp". Raises for an unknown name."""
+    names = [name.strip() for name in speculate.split(",")]
+    if names == ["off"]:
+        return SpeculateSetting(())
+    if names == ["auto"]:
+        return SpeculateSetting(("prediction", *AUTO), head_if_any=True)
+    models = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
+    hosts = [name for name in names if not name.startswith(MODEL) and name != HEAD]
+    unknown = next((name for name in hosts if name not in PROPOSERS), None)
+    if unknown is not None or "" in models:
+        what = f"speculate={speculate!r}: there is no proposer {unknown!r}."
+        if unknown is None:
+            what = f"speculate={speculate!r} names no draft model."
+        hint = f"Use auto, off, or some of {', '.join([*PROPOSERS, HEAD])}, {MODEL}MODEL."
+        raise QuireError("invalid_parameter", what, hint, "speculate")
+    if len(models) + (HEAD in names) > 1:
+        what = f"speculate={speculate!r} names several draft networks."
+        raise QuireError("invalid_parameter", what, f"Use {HEAD}, or one {MODEL}MODEL.", "speculate")
+    return SpeculateSetting(("prediction", *hosts), models[0] if models else None, HEAD in names)
+
+
+def make_drafter(speculate: str, network: str | None = None) -> Drafter | None:
+    """Return the drafter of a setting; None for "off". `network`: the name of the device's draft network, if any.
 
     Predictions of requests are used with every setting but "off", because a client sends one for that purpose.
     """
-    names = [name.strip() for name in speculate.split(",")]
-    if names == ["off"]:
+    setting = parse_speculate(speculate)
+    if setting.is_off:
         return None
-    if names == ["auto"]:
-        names = list(AUTO)
-    unknown = next((name for name in names if name not in PROPOSERS), None)
-    if unknown is not None:
-        what = f"speculate={speculate!r}: there is no proposer {unknown!r}."
-        raise QuireError("invalid_parameter", what, f"Use auto, off, or some of {', '.join(PROPOSERS)}.", "speculate")
-    return GoodputDrafter([PROPOSERS[name]() for name in PROPOSERS if name in {"prediction", *names}])
+    device = DeviceProposer(network) if network is not None else None
+    return GoodputDrafter([PROPOSERS[name]() for name in PROPOSERS if name in setting.proposers], device=device)

@@ -20,7 +20,7 @@ from tests.fuzz.targets import Fuzzed, HttpBodies
 
 TURN_SECONDS, TURN_PER_BYTE = 0.04, 0.5e-6  # processor time of the longest turn: a floor, and what each byte adds
 RESIDENT, RESIDENT_PER_BYTE = 24 << 20, 64
-SIZES = (100, 1_000, 10_000, 60_000, 200_000)  # bytes, about
+SIZES = (100, 1_000, 10_000, 60_000, 60_000, 200_000, 200_000, 2_000_000)  # bytes, about
 TEXTS = ("a", "word ", "<|im_end|>", "\u6f22", "\n", "[", "ab" * 40)
 
 
@@ -90,7 +90,10 @@ def _grow(rng: random.Random, body: dict[str, Any], size: int) -> None:
     elif kind == 1 or isinstance(value, list):
         item = deepcopy(rng.choice(value) if isinstance(value, list) and value else value)
         count = size // (len(json.dumps(item)) + 2) + 1
-        parent[key] = [item] * count + ([deepcopy(rng.choice(STRANGE))] if rng.random() < 0.5 else [])
+        # Copies: a second growth of one object that stands everywhere would make bodies of gigabytes.
+        parent[key] = [deepcopy(item) for _ in range(count)] + (
+            [deepcopy(rng.choice(STRANGE))] if rng.random() < 0.5 else []
+        )
     elif kind == 2:
         parent[key] = [rng.choice((1, 65, 7))] * (size // 3 + 1) + ([-1] if rng.random() < 0.5 else [])
     elif kind == 3:

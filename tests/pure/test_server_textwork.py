@@ -157,8 +157,12 @@ def test_workers_yield_the_processor_also_to_other_sessions(tmp_path: Path) -> N
 def test_a_worker_that_is_killed_is_replaced_and_its_task_done(tmp_path: Path) -> None:
     async def work(pool: WorkerPool) -> Any:
         (first,) = pool.process_ids
+        os.kill(first, signal.SIGSTOP)  # so that it dies with a task, not before one
+        tasks = [asyncio.create_task(pool.run(EncodeText(f"text {place}", 100))) for place in range(5)]
+        while not pool._short._turn.locked():
+            await asyncio.sleep(0)
         os.kill(first, signal.SIGKILL)
-        found = await asyncio.gather(*(pool.run(EncodeText(f"text {place}", 100)) for place in range(5)))
+        found = await asyncio.gather(*tasks)
         (second,) = pool.process_ids
         assert second != first
         return found

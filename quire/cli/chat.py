@@ -1,7 +1,8 @@
-"""`quire chat`: a conversation at the terminal, or one turn per line of a pipe. Uses only the public API.
+"""`quire chat`: an agent with tools, or a plain conversation. Uses the public API only.
 
-`ChatHistory` holds the turns. `Session` takes messages (read by `messages`), runs slash commands, streams answers, and
-drops the oldest turns when the context is full.
+The agent is in `agent_chat`: one message with `-p`, or a session at a terminal where prompt_toolkit is installed. The
+plain conversation, at a terminal or through a pipe, is here. `ChatHistory` holds the turns. `Session` takes messages
+(read by `messages`), runs slash commands, streams answers, and drops the oldest turns when the context is full.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.agent_chat.flags import add_agent_flags
+from quire.cli.agent_chat.once import run_once
+from quire.cli.agent_chat.sessions import show_sessions
 from quire.cli.messages import Message, Prompt, history_path, join_blocks, line_editing
 from quire.cli.model_argument import add_positional_model, take_positional_model
 from quire.cli.output import AnswerLines, is_terminal, print_dim, print_error, print_note
@@ -55,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
     add_positional_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_flags(parser)
+    add_agent_flags(parser)
     add_config_flags(parser, groups=ENGINE_TABLES)
 
 
@@ -63,6 +68,17 @@ def run(args: Namespace) -> int:
 
 
 def chat_command(args: Namespace, open_llm: OpenLLM) -> int:
+    if args.list_sessions:
+        return show_sessions()
+    if args.prompt is not None:
+        return run_once(args, open_llm)
+    if args.json or args.stream_json:
+        raise QuireError("usage", "--json and --stream-json need one message.", 'Give it: quire chat -p "…".')
+    return plain_chat(args, open_llm)
+
+
+def plain_chat(args: Namespace, open_llm: OpenLLM) -> int:
+    """Hold a conversation without tools."""
     config = config_from_args(take_positional_model(args))
     params = sampling_params(args)
     system = None if args.system is None else check_text(args.system, "--system")

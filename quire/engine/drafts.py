@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from quire.cache.draft_units import DraftUnits
 from quire.cache.index import CacheIndex
+from quire.engine.limits import SpeculationStats
 from quire.engine.speculation.seam import Drafter, max_drafts
 from quire.types import Plan, PlanRow, Request
 from quire.types.bounds import MAX_DRAFTS
@@ -104,9 +105,9 @@ class PlannedDrafts:
         if self.drafter is not None:
             self.drafter.observe(plan, seconds, proposing)
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> SpeculationStats | None:
         """Return the drafter's counters."""
-        return {} if self.drafter is None else self.drafter.stats()
+        return None if self.drafter is None else self.drafter.stats()
 
     def end(self, *requests: Request) -> None:
         """Forget requests that have ended."""

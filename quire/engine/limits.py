@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from quire.types import Plan
+from quire.types.bounds import MAX_DRAFTS, Count
 
 KEPT_STEPS = 64  # number of recent steps whose shapes are kept
 
@@ -34,6 +38,54 @@ class StepShape(NamedTuple):
     prompt_rows: int
     tokens: int
     prompt_tokens: int
+
+
+DraftCounts = Annotated[list[Count], Meta(max_length=MAX_DRAFTS)]  # by position in the draft
+
+
+class ProposerCounts(msgspec.Struct, array_like=True):
+    """What became of one proposer's guesses, by their position in a draft."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    drafted: DraftCounts = []  # guesses made, verified or not
+    right: DraftCounts = []  # of these, guesses that equal the tokens that came, verified or not
+    verified: DraftCounts = []  # guesses that a step computed
+    accepted: DraftCounts = []  # of these, guesses that became output
+    failed: Count = 0  # errors, each of which switched the proposer off for one request
+
+    def add_drafted(self, length: int) -> None:
+        _add(self.drafted, length)
+
+    def add_right(self, length: int) -> None:
+        _add(self.right, length)
+
+    def add_verified(self, num_drafts: int, num_accepted: int) -> None:
+        _add(self.verified, num_drafts)
+        _add(self.accepted, num_accepted)
+
+
+class SpeculationStats(msgspec.Struct, array_like=True):
+    """Counters of speculation since the start of the engine."""
+
+    proposers: Annotated[list[ProposerCounts], Meta(max_length=64)] = []
+    speedup: float = 1.0  # expected time without drafts over the time with them, for the same tokens
+    audits: Count = 0  # steps that took the opposite choice, to measure it
+    audit_share: float = 0.0  # expected share of the time that audits have cost
+
+    def by_name(self, name: str) -> ProposerCounts:
+        """Return the counts of a proposer. Raises KeyError if there is none of this name."""
+        for counts in self.proposers:
+            if counts.name == name:
+                return counts
+        raise KeyError(name)
+
+
+def _add(counts: list[int], length: int) -> None:
+    """Count one guess at each of the first `length` positions."""
+    if length > len(counts):
+        counts.extend([0] * (min(length, MAX_DRAFTS) - len(counts)))
+    for place in range(min(length, MAX_DRAFTS)):
+        counts[place] += 1
 
 
 @dataclass(slots=True)

@@ -14,13 +14,14 @@ from quire.cache.index import CacheIndex
 from quire.engine.chunking import Chunking, choose_chunking
 from quire.engine.deferred_commit import DeferredCommit
 from quire.engine.drafts import NO_DRAFTS, Drafts, PlannedDrafts
-from quire.engine.limits import SchedulerLimits, SchedulerStats
+from quire.engine.limits import SchedulerLimits, SchedulerStats, SpeculationStats
 from quire.engine.outcome import append_tokens, fail_row
 from quire.engine.policies import ORDERS, Admission, LastInOrder, Order, QueueBounds, Victims
 from quire.engine.queue import Deadlines, Refusal
 from quire.engine.recovery import affected_by
 from quire.engine.request_table import RequestTable
 from quire.engine.speculation.seam import Drafter
+from quire.engine.step_costs import StepCosts
 from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, Status, StepOutput
 
 FindRoom = Callable[[Request, int, Plan], tuple[int, bool]]  # request, budget, plan -> end, preempted a request
@@ -40,13 +41,16 @@ class Scheduler:
         admission: Admission | None = None,
         victims: Victims | None = None,
         drafter: Drafter | None = None,
+        costs: StepCosts | None = None,
     ):
+        """`costs`: the table of step times; None: that of the drafter, or a new one."""
         self.cache = cache
         self.limits = limits
         self.stats = SchedulerStats()
         self.clock = clock
         self._order = order or ORDERS[limits.order]
-        self._chunking = chunking or choose_chunking(limits.max_batch_tokens, limits.step_target_seconds)
+        self.costs = costs or (drafter.costs if drafter is not None else StepCosts())
+        self._chunking = chunking or choose_chunking(limits.max_batch_tokens, limits.step_target_seconds, self.costs)
         self._admission = admission or QueueBounds(limits.max_rows, limits.max_waiting, limits.max_waiting_tokens)
         self._victims = victims or LastInOrder(self._order)
         self.table = RequestTable(cache, limits.max_rows, self._order, clock)
@@ -93,8 +97,8 @@ class Scheduler:
             self._ended.append(delta)
 
     @property
-    def speculation(self) -> dict[str, object]:
-        """The counters of speculation; empty without it."""
+    def speculation(self) -> SpeculationStats | None:
+        """The counters of speculation; None without it."""
         return self._drafts.stats()
 
     @property
@@ -150,12 +154,12 @@ class Scheduler:
 
     def observe(self, plan: Plan, seconds: float, proposing: float = 0.0) -> None:
         """Report how long a step took, and how long the device proposed drafts after it."""
-        self._chunking.observe(plan, seconds)
+        self.costs.observe(plan, seconds)
         self._drafts.observe(plan, seconds, proposing)
 
     def set_step_target(self, step_target_seconds: float | None) -> None:
         """Set the target time of steps that contain decodes; None: steps as large as the limits allow."""
-        self._chunking = choose_chunking(self.limits.max_batch_tokens, step_target_seconds)
+        self._chunking = choose_chunking(self.limits.max_batch_tokens, step_target_seconds, self.costs)
 
     def _may_run(self, request: Request) -> bool:
         if request.status is not Status.RUNNING:
@@ -445,6 +449,7 @@ class Scheduler:
             admission=self._admission,
             victims=self._victims,
             drafter=self._drafts.drafter,
+            costs=self.costs,
         )
         new.stats, new.step_cap = self.stats, self.step_cap
         self._drafts.end(*self.requests.values())

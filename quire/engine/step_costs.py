@@ -1,80 +1,185 @@
-"""Measured durations of decode steps, by number of tokens and length of context.
+"""How long steps take, learned from every real step: one table, which pacing and draft control read.
 
-The drafter `speculation.goodput` compares steps with and without drafts by them. The duration of a size that was never
-timed is estimated from the nearest timed sizes, first by a curve that is too steep for most machines.
+Steps of decodes and drafts are timed by their number of tokens and the length of their context. Sizes that were never
+timed are estimated from the nearest that were, by a curve that is too steep for most machines until it is corrected.
+Steps with prompt tokens feed a linear model of what those cost. The scheduler reports each step once.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
-MAX_TOKENS = 512  # larger steps are not recorded
+from quire.engine.prompt_costs import CostModel
+from quire.types import Plan
+
+MAX_TOKENS = 512  # larger steps are not timed one by one
 KEYS_PER_BAND = 1024  # keys per token in the first band of contexts; each next band is twice as wide
-SLOWER, FASTER = 0.1, 0.3  # weights of a new time; disturbances make a step slower, never faster
+SLOWER, FASTER = 0.1, 0.2  # how fast the pace follows: what disturbs a step makes it slower, never faster
+SETTLED = 4  # steps of one size from which on they move the pace
+MIN_WEIGHT = 0.03  # of a new time in that of its size
 SLOW = 4.0  # a step this many times slower than expected has waited for something else
-MAX_SURPRISE = 1.5  # maximum ratio of a size's first time to its estimate
-PATIENCE = 3  # number of consecutive slow steps after which they count
-PER_TOKEN = 0.12  # first guess of the cost of one more token, relative to a step of one token
+MAX_SURPRISE = 2.5  # the first time of a size counts at most so many times what was expected
+PATIENCE = 3  # slow steps in a row after which they count
+PER_TOKEN = 0.12  # first guess: what one more token costs, relative to a step of one
+MAX_WEIGHT = 20  # steps that one size counts for at most when sizes are compared
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What of a plan decides how long it takes."""
+
+    decodes: int  # rows that compute one token, drafts aside
+    num_tokens: int  # of these rows, drafts included
+    num_keys: int  # that these tokens attend to
+    num_drafts: int
+    prompt_tokens: int
+    prompt_pairs: int  # of a prompt token and a key
+
+    @classmethod
+    def of(cls, plan: Plan) -> StepSize:
+        decodes = tokens = keys = drafts = prompt_tokens = pairs = 0
+        for row in plan.rows:
+            if row.wants_sample and row.count == 1 + row.num_drafts:
+                decodes += 1
+                tokens += row.count
+                drafts += row.num_drafts
+                keys += row.count * row.start
+            else:
+                prompt_tokens += row.count
+                pairs += row.count * row.start + row.count * row.count // 2
+        return cls(decodes, tokens, keys, drafts, prompt_tokens, pairs)
 
 
 class StepCosts:
-    """Seconds of a step of decodes and drafts."""
+    """Seconds of steps, by what they compute."""
 
     def __init__(self) -> None:
-        self._times: dict[int, dict[int, float]] = {}  # band -> tokens -> seconds
-        self._sizes: dict[int, list[int]] = {}  # band -> the timed sizes, ascending
-        self._counts: dict[tuple[int, int], int] = {}  # (band, tokens) -> steps timed
-        self._num_slow = 0
+        self._bands: dict[int, _Band] = {}
+        self._pace = 1.0  # current seconds over the bands' times: what slows a machine slows steps of every size
+        self._num_slow = 0  # very slow steps in a row
+        self._prompts: CostModel | None = None
+        self._last_decodes: tuple[int, float] | None = None  # rows and expected seconds of the last step of decodes
+        self.largest_prompt = 0  # most prompt tokens in one timed step
 
-    def observe(self, num_tokens: int, num_keys: int, seconds: float) -> None:
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Learn from a step."""
+        size = StepSize.of(plan)
+        if seconds <= 0:
+            return
+        if size.prompt_tokens:
+            self._observe_prompts(size, seconds)
+        elif size.decodes:
+            self.observe_decodes(size.num_tokens, size.num_keys, seconds)
+            self._last_decodes = (size.decodes, self.seconds(size.num_tokens, size.num_keys) or seconds)
+
+    # -- decodes and drafts ---------------------------------------------------------------------------------------
+
+    def observe_decodes(self, num_tokens: int, num_keys: int, seconds: float) -> None:
         """Learn from a step of `num_tokens` decodes and drafts that read `num_keys` keys in all."""
         if not 0 < num_tokens <= MAX_TOKENS or seconds <= 0:
             return
-        band = _band(num_tokens, num_keys)
-        times = self._times.get(band, {})
-        old = times.get(num_tokens)
-        if old is None:
-            expected = self.seconds(num_tokens, num_keys)
-            times[num_tokens] = seconds if expected is None else min(seconds, MAX_SURPRISE * expected)
-            self._times[band] = times
-            insort(self._sizes.setdefault(band, []), num_tokens)
-            return
-        if seconds > SLOW * old:
-            self._num_slow += 1
-            if self._num_slow < PATIENCE:
-                return
-        else:
-            self._num_slow = 0
-        count = self._counts[band, num_tokens] = self._counts.get((band, num_tokens), 1) + 1
-        weight = max(FASTER if seconds < old else SLOWER, 1 / count)
-        times[num_tokens] = old + weight * (min(seconds, 2 * old) - old)
+        expected = self.seconds(num_tokens, num_keys)
+        band = self._bands.setdefault(_band_of(num_tokens, num_keys), _Band())
+        if expected is not None and num_tokens in band.times:
+            if seconds > SLOW * expected:
+                self._num_slow += 1
+                if self._num_slow < PATIENCE:
+                    return
+            else:
+                self._num_slow = 0
+            if band.counts[num_tokens] >= SETTLED:
+                change = min(seconds / expected, 2.0)
+                self._pace *= change ** (FASTER if change < 1 else SLOWER)
+            seconds = min(seconds, 2 * expected)
+        elif expected is not None:
+            seconds = min(seconds, MAX_SURPRISE * expected)
+        band.add(num_tokens, seconds / self._pace)
 
     def seconds(self, num_tokens: int, num_keys: int) -> float | None:
         """Return the expected time of such a step; None before any was timed."""
-        if not self._times:
+        if not self._bands:
             return None
-        band = _band(num_tokens, num_keys)
-        if band not in self._times:
-            band = min(self._times, key=lambda known: (abs(known - band), known))
-        return self._interpolate(self._sizes[band], self._times[band], num_tokens)
+        wanted = _band_of(num_tokens, num_keys)
+        band = self._bands.get(wanted)
+        if band is None:
+            band = self._bands[min(self._bands, key=lambda known: (abs(known - wanted), known))]
+        return self._pace * band.seconds(num_tokens)
 
-    def _interpolate(self, sizes: list[int], times: dict[int, float], num_tokens: int) -> float:
-        known = times.get(num_tokens)
-        if known is not None:
-            return known
+    # -- prompts --------------------------------------------------------------------------------------------------
+
+    def prompt_tokens_within(self, seconds: float, context: int) -> int:
+        """Return how many tokens of a prompt with `context` computed ones fit beside decodes in a step of so many
+        seconds; 0 before any step was timed."""
+        costs = self._prompts
+        if costs is None:
+            if self._last_decodes is None:
+                return 0
+            rows, base = self._last_decodes
+            costs = CostModel(base, base / rows)
+        return costs.tokens_within(seconds, context)
+
+    def _observe_prompts(self, size: StepSize, seconds: float) -> None:
+        if self._prompts is None:  # too dear at first: a prompt token costs at most as much as a decode
+            if self._last_decodes is None:
+                self._prompts = CostModel(0.0, seconds / size.prompt_tokens)
+            else:
+                rows, base = self._last_decodes
+                self._prompts = CostModel(base, base / rows)
+        if self._prompts.learn(size.prompt_tokens, size.prompt_pairs, seconds):
+            self.largest_prompt = max(self.largest_prompt, size.prompt_tokens)
+
+
+@dataclass(slots=True)
+class _Band:
+    """The times of steps whose contexts are of similar length, by number of tokens, at a pace of 1."""
+
+    times: dict[int, float] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)  # steps timed
+    sizes: list[int] = field(default_factory=list)  # ascending, as of the last fit
+    fit: list[float] = field(default_factory=list)  # of `sizes`, never falling
+    is_stale: bool = False
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        count = self.counts[num_tokens] = self.counts.get(num_tokens, 0) + 1
+        old = self.times.get(num_tokens, seconds)
+        self.times[num_tokens] = old + max(MIN_WEIGHT, 2 / (count + 1)) * (seconds - old)
+        self.is_stale = True
+
+    def seconds(self, num_tokens: int) -> float:
+        if self.is_stale:
+            self._fit()
+        sizes, fit = self.sizes, self.fit
         place = bisect_left(sizes, num_tokens)
-        if 0 < place < len(sizes):
-            low, high = sizes[place - 1], sizes[place]
-            share = (num_tokens - low) / (high - low)
-            return times[low] + share * (times[high] - times[low])
-        nearest = sizes[0] if place == 0 else sizes[-1]
-        guess = times[nearest] * (1 + PER_TOKEN * (num_tokens - 1)) / (1 + PER_TOKEN * (nearest - 1))
-        if place > 1:  # at least the slope between the two largest timed sizes
-            slope = (times[nearest] - times[sizes[-2]]) / (nearest - sizes[-2])
-            guess = max(guess, times[nearest] + slope * (num_tokens - nearest))
+        if place < len(sizes) and (sizes[place] == num_tokens or place > 0):
+            high = fit[place]
+            if sizes[place] == num_tokens:
+                return high
+            low = fit[place - 1]
+            return low + (num_tokens - sizes[place - 1]) / (sizes[place] - sizes[place - 1]) * (high - low)
+        nearest = 0 if place == 0 else -1
+        size, known = sizes[nearest], fit[nearest]
+        guess = known * (1 + PER_TOKEN * (num_tokens - 1)) / (1 + PER_TOKEN * (size - 1))
+        if place > 1:  # a step grows on at least as it did between the two largest
+            slope = (known - fit[-2]) / (size - sizes[-2])
+            guess = max(guess, known + slope * (num_tokens - size))
         return guess
 
+    def _fit(self) -> None:
+        """Fit times that never fall as steps grow: neighbours in the wrong order share their weighted mean."""
+        self.sizes = sorted(self.times)
+        blocks: list[list[float]] = []  # mean, weight, sizes
+        for size in self.sizes:
+            block = [self.times[size], float(min(self.counts[size], MAX_WEIGHT)), 1]
+            while blocks and blocks[-1][0] > block[0]:
+                mean, weight, number = blocks.pop()
+                total = weight + block[1]
+                block = [(mean * weight + block[0] * block[1]) / total, total, number + block[2]]
+            blocks.append(block)
+        self.fit = [mean for mean, _, number in blocks for _ in range(int(number))]
+        self.is_stale = False
 
-def _band(num_tokens: int, num_keys: int) -> int:
+
+def _band_of(num_tokens: int, num_keys: int) -> int:
     """Return the band of the mean context."""
     return (num_keys // max(num_tokens, 1) // KEYS_PER_BAND).bit_length()

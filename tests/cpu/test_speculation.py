@@ -154,8 +154,8 @@ def test_what_a_grammar_forces_is_accepted(tiny: Any, compiler: GrammarCompiler,
     expected = run_grammars(tiny, compiler)
     stack = GoodputDrafter([ForcedProposer()])
     assert run_grammars(tiny, compiler, drafter=stack, depth=depth, late=depth == 2) == expected
-    counts: Any = stack.stats()["grammar"]
-    assert counts["verified"] == counts["accepted"] > 20
+    counts = stack.stats().by_name("grammar")
+    assert counts.verified == counts.accepted and sum(counts.accepted) > 20
 
 
 def test_samples_of_one_prompt_stay_what_they_are(tiny: Any) -> None:
@@ -208,9 +208,8 @@ def test_a_proposer_that_raises_is_switched_off_for_that_request(tiny: Any) -> N
     expected = answers(run_deltas(make_engine(tiny), PROMPTS, PARAMS, check=False))
     stack = GoodputDrafter([Raising(), NgramProposer()])
     assert answers(run_deltas(make_engine(tiny, drafter=stack), PROMPTS, PARAMS)) == expected
-    counts: Any = stack.stats()["raising"]
-    assert counts["failed"] == len(PROMPTS)
-    assert not stack._barred
+    assert stack.stats().by_name("raising").failed == len(PROMPTS)
+    assert not stack._requests
 
 
 def test_unknown_proposers_are_refused() -> None:

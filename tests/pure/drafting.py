@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from quire.engine.limits import SpeculationStats
 from quire.engine.speculation.seam import Draft, max_drafts
+from quire.engine.step_costs import StepCosts
 from quire.types import Plan, Request, Status
 from tests.pure.shadow import VOCAB, digest_of, next_token
 
@@ -30,6 +32,7 @@ class RandomDrafter:
         self.proposing = proposing  # lets the device propose, and verifies what it proposed
         self.proposals: dict[str, tuple[int, list[int]]] = {}  # request id -> its length, drafts that follow
         self.num_proposed = 0
+        self.costs = StepCosts()
         self.num_drafts = self.num_accepted = self.num_partial = 0
         self.open: set[str] = set()
 
@@ -84,5 +87,5 @@ class RandomDrafter:
         self.open.discard(request.id)
         self.proposals.pop(request.id, None)
 
-    def stats(self) -> dict[str, object]:
-        return {}
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats()

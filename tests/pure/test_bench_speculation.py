@@ -16,6 +16,7 @@ from quire.bench.speculation.tables import show_speculation
 from quire.bench.speculation.tasks import CLASSES, draw_tasks, nearly_right
 from quire.bench.speculation.texts import CodeSample, Texts
 from quire.edge import Output
+from quire.engine.limits import ProposerCounts, SpeculationStats
 from quire.types import SamplingParams, Timing, Usage
 
 TEXTS = Texts(
@@ -32,7 +33,8 @@ class ScriptedLLM:
         self.calls: list[tuple[bytes, SamplingParams, dict[str, Any]]] = []
         self.engine = self.scheduler = self
         self.config = self.model = self
-        self.speculation = {"by_position": {"suffix": [0.75, 0.5], "grammar": []}}
+        counts = ProposerCounts("suffix", [9, 9], [4, 2], [4, 4], [3])
+        self.speculation = SpeculationStats([counts, ProposerCounts("grammar")], 1.5, 3, 0.004)
 
     def __str__(self) -> str:
         return "scripted"
@@ -100,7 +102,7 @@ def test_the_page_is_well_formed_and_shows_every_class(capsys: pytest.CaptureFix
     assert "suffix" in page and "grammar" not in page.split("Decoding, tokens")[0].split("Speed-up of each turn")[1]
     show_speculation(report)
     shown = capsys.readouterr().out
-    assert "right by position 0.75 0.50" in shown and "edit, 0.7" in shown
+    assert "accepted by position 0.75 0.00" in shown and "edit, 0.7" in shown
 
 
 def test_prompts_are_the_same_for_one_seed() -> None:

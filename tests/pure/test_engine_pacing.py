@@ -14,10 +14,12 @@ import pytest
 
 from quire.bench.stats import percentile
 from quire.cache.index import CacheIndex
-from quire.engine.chunking import CostModel, StepTarget
+from quire.engine.chunking import StepTarget
 from quire.engine.limits import SchedulerLimits
 from quire.engine.loop import Engine
+from quire.engine.prompt_costs import CostModel
 from quire.engine.scheduler import Scheduler
+from quire.engine.step_costs import StepCosts
 from quire.types import CacheSpec, Plan, PlanRow, Request, SamplingParams, StepOutput
 
 SPEC = CacheSpec("full", "paged", (0,), (1, 8), "float32", page_tokens=16)
@@ -175,17 +177,18 @@ def test_the_first_prompt_ever_does_not_overshoot(
     cost: object, decodes: int, target: float, seconds_enough: float
 ) -> None:
     """Nothing but decodes was ever timed: chunks begin small and grow within a few steps to what fits."""
-    pacing = StepTarget(8192, target)
+    costs = StepCosts()
+    pacing = StepTarget(8192, target, costs)
     running = [PlanRow("d", 0, 500, 1, 0, True)] * decodes
     for step in range(5):
-        pacing.observe(Plan(step, list(running)), cost(Plan(step, list(running))))
+        costs.observe(Plan(step, list(running)), cost(Plan(step, list(running))))
     at, took = 0, []
     while at < 8192 and sum(took) < seconds_enough:
         count = pacing.budget(decodes, at) - decodes
         assert count >= StepTarget.FLOOR
         plan = Plan(9, [*running, PlanRow("p", 1, at, count, 0, False)])
         took.append(cost(plan))
-        pacing.observe(plan, took[-1])
+        costs.observe(plan, took[-1])
         at += count
     assert max(took) <= target * 1.1, [round(seconds * 1e3, 1) for seconds in took]
     assert took[-1] > target * 0.7, "and in the end it is used up"
@@ -207,25 +210,27 @@ def test_costs_are_found_from_few_steps() -> None:
 
 def test_lasting_change_is_believed() -> None:
     """Another process takes most of the card: after a few steps the chunks are what fits now."""
-    pacing = StepTarget(8192, 0.050)
-    pacing.observe(Plan(1, [PlanRow("d", 0, 100, 1, 0, True)] * 64), 6e-3)
+    costs = StepCosts()
+    pacing = StepTarget(8192, 0.050, costs)
+    costs.observe(Plan(1, [PlanRow("d", 0, 100, 1, 0, True)] * 64), 6e-3)
     for step in range(40):
         size = pacing.budget(64, 0) - 64
         slow = 1 if step < 20 else 5
         rows = [PlanRow("d", 0, 100, 1, 0, True)] * 64 + [PlanRow("p", 1, 0, size, 0, False)]
-        pacing.observe(Plan(step + 2, rows), slow * (4e-3 + 2.4e-5 * size))
+        costs.observe(Plan(step + 2, rows), slow * (4e-3 + 2.4e-5 * size))
     assert 5 * (4e-3 + 2.4e-5 * (pacing.budget(64, 0) - 64)) < 0.060
 
 
 @pytest.mark.parametrize(("target", "sizes"), [(0.065, {2048}), (0.250, set(range(4096, 8193, 128)))])
 def test_steps_a_little_beyond_the_captured_sizes_are_not_made(target: float, sizes: set[int]) -> None:
     """65 ms have room for 2,500 tokens: 2,048 it is; four times as much has room for many more."""
-    pacing = StepTarget(8192, target)
-    pacing.observe(Plan(1, [PlanRow("d", 0, 100, 1, 0, True)] * 64), 6e-3)
+    costs = StepCosts()
+    pacing = StepTarget(8192, target, costs)
+    costs.observe(Plan(1, [PlanRow("d", 0, 100, 1, 0, True)] * 64), 6e-3)
     for step in range(30):
         size = pacing.budget(64, 0) - 64
         rows = [PlanRow("d", 0, 100, 1, 0, True)] * 64 + [PlanRow("p", 1, 0, size, 0, False)]
-        pacing.observe(Plan(step + 2, rows), 4e-3 + 2.3e-5 * size)
+        costs.observe(Plan(step + 2, rows), 4e-3 + 2.3e-5 * size)
     assert pacing.budget(64, 0) in sizes
 
 

@@ -21,6 +21,7 @@ from quire.bench.online.plots import (
     draw_text,
 )
 from quire.bench.online.report import card, escape, figure_table, tile_row, whole_page
+from quire.bench.speculation.run import accepted_shares
 from quire.bench.speculation.tasks import CLASSES
 from quire.bench.stats import Report
 
@@ -121,7 +122,7 @@ def turns_plot(report: Report) -> str:
 
 
 def acceptance_plot(name: str, rates: Sequence[float]) -> str:
-    """How often the guess at each position was right, among those that were reached."""
+    """Share of the verified guesses at each position that were accepted."""
     x = Axis(0.0, len(rates) + 1.0, LEFT, WIDTH - RIGHT)
     y = Axis(0.0, 1.0, HEIGHT - BOTTOM, TOP)
     parts = [draw_grid(x, y, _whole, lambda share: f"{share:.0%}", "position in the draft")]
@@ -129,16 +130,15 @@ def acceptance_plot(name: str, rates: Sequence[float]) -> str:
     path = "L".join(f"{left:.1f} {top:.1f}" for left, top in points)
     parts.append(f'<path class="line a" d="M{path}"/>')
     for place, (left, top) in enumerate(points, start=1):
-        parts.append(draw_dot(left, top, "a", f"position {place}: {rates[place - 1]:.0%} right"))
-    return draw_svg(f"Share of right guesses of {name} by position, given those before are right", parts)
+        parts.append(draw_dot(left, top, "a", f"position {place}: {rates[place - 1]:.0%} accepted"))
+    return draw_svg(f"Share of verified guesses of {name} that were accepted, by position", parts)
 
 
 def _acceptance(report: Report) -> dict[str, list[float]]:
     found = {}
     for setting, stats in report["proposers"].items():
-        for name, rates in stats.get("by_position", {}).items():
-            if rates:
-                found[name if setting == report["speculate"] else f"{name} ({setting})"] = rates
+        for name, rates in accepted_shares(stats).items():
+            found[name if setting == report["speculate"] else f"{name} ({setting})"] = rates
     return found
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from quire.bench.speculation.tasks import CLASSES, Task, WorkClass, draw_tasks, nearly_right
 from quire.bench.speculation.texts import Texts
 from quire.bench.stats import Bar, Report
@@ -84,7 +86,7 @@ def bench_speculation(
                     f"{result['ratio']:.2f}; {result['tokens_per_step']:.2f} tokens a step"
                 )
         model = next(iter(engines.values())).config.model.model
-        stats = {setting: llm.engine.scheduler.speculation for setting, llm in engines.items() if setting != "off"}
+        stats = {setting: _stats_of(llm) for setting, llm in engines.items() if setting != "off"}
     bars = [bar.to_report() for result in results for bar in _bars(result, isa)]
     return {
         "benchmark": "speculation",
@@ -99,6 +101,30 @@ def bench_speculation(
         "bars": bars,
         "pass": all(bar["pass"] for bar in bars),
     }
+
+
+def _stats_of(llm: LLM) -> Report:
+    """Return the counters of speculation of one engine."""
+    stats = llm.engine.scheduler.speculation
+    return {
+        "speedup": stats.speedup,
+        "audits": stats.audits,
+        "audit_share": stats.audit_share,
+        "proposers": {one.name: msgspec.structs.asdict(one) for one in stats.proposers},
+    }
+
+
+def accepted_shares(stats: Report) -> dict[str, list[float]]:
+    """Return the share of verified guesses that were accepted, by proposer and position."""
+    return {
+        name: [accepted / verified for accepted, verified in zip(_padded(one), one["verified"], strict=True)]
+        for name, one in stats["proposers"].items()
+        if one["verified"]
+    }
+
+
+def _padded(counts: Report) -> list[int]:
+    return [*counts["accepted"], *[0] * (len(counts["verified"]) - len(counts["accepted"]))]
 
 
 def _measure(off: LLM, on: LLM, one: WorkClass, texts: Texts, temperature: float, work: SpeculationWork) -> Report:

@@ -11,33 +11,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from quire.engine.limits import ProposerCounts, SpeculationStats
+from quire.engine.speculation.audit import AuditBudget, GainRecord
 from quire.engine.speculation.device import DeviceProposer
 from quire.engine.speculation.forced import cut_to_grammar
 from quire.engine.speculation.seam import Draft, Proposer, max_drafts
 from quire.engine.speculation.survival import SurvivalRecord
-from quire.engine.step_costs import StepCosts
+from quire.engine.step_costs import StepCosts, StepSize
 from quire.types import Plan, Request
 
 LENGTH = 12  # maximum guesses of one draft
 PATIENCE = 8  # the search for the best number of guesses ends after this many without a better rate
-AUDIT = 256  # steps per audit
-EARLY_AUDITS = 16  # number of first audits that come sixteen times as often, to learn the times of steps
 MAX_REST = 8  # maximum steps between two drafts of a request whose drafts do not pay
 ROWS_PER_REST = 2  # if no draft pays, proposers rest for one step per this many rows
 WORTH_WAITING = 1.0  # minimum accepted tokens per draft for which a request waits if steps overlap
 WAIT_TRIAL = 64  # a request with fewer waits at every 64th decision, to measure them again
+Guess = tuple[float, int, str]  # minus its probability of acceptance, its position in the draft, request id
 
 
 @dataclass(slots=True)
-class _DraftInterval:
-    """The interval between one request's drafts."""
+class _Drafting:
+    """What is kept of one request."""
 
     rest: int = 0  # steps until the proposers are asked again
     pause: int = 1  # steps from one draft to the next
     accepted: float = 1.0  # running mean of correct guesses per draft
     num_decisions: int = 0
+    source: str = ""  # the proposer of the drafts in flight
+    barred: set[str] = field(default_factory=set)  # proposers that have raised an error for it
 
     def learn(self, num_right: int) -> None:
         self.accepted += 0.2 * (num_right - self.accepted)
@@ -59,16 +62,11 @@ class GoodputDrafter:
         self._device = device
         self._proposers = [*proposers, *([device] if device is not None else [])]
         self._survival = SurvivalRecord()
-        self._intervals: dict[str, _DraftInterval] = {}
-        self._barred: dict[str, set[str]] = {}  # request id -> proposers that have raised an error for it
-        self._sources: dict[str, str] = {}  # request id -> the proposer of the drafts in flight
-        self._counts: Counter[tuple[str, str]] = Counter()  # (proposer, what) -> count
-        self._num_choices = 0
-        self._num_audits = 0
+        self._requests: dict[str, _Drafting] = {}
+        self._counts = {proposer.name: ProposerCounts(proposer.name) for proposer in self._proposers}
+        self._audits = AuditBudget()
+        self._gain = GainRecord()
         self._rest = 0  # steps until anything is proposed again
-        self._seconds = 0.0  # total time of steps with drafts
-        self._seconds_without = 0.0  # expected time of the same tokens in steps without drafts
-        self._seconds_per_token = 0.0  # expected time per token of the last step with drafts, if it had none
 
     # -- Drafter --------------------------------------------------------------------------------------------------
 
@@ -76,42 +74,44 @@ class GoodputDrafter:
         if self._rest > 0:
             self._rest -= 1
             return {}
-        candidates: list[tuple[float, int, str]] = []  # minus the survival, place, request id
+        guesses: list[Guess] = []
         drafts: dict[str, Draft] = {}
         for request, draft in self._propose(requests):
             drafts[request.id] = draft
+            self._counts[draft.source].add_drafted(len(draft.tokens))
             for place, survival in enumerate(self._survival.correct(request, draft)[: max_drafts(request)]):
-                candidates.append((-survival, place, request.id))
-        if not candidates:
+                guesses.append((-survival, place, request.id))
+        if not guesses:
             return {}
-        candidates.sort()
+        guesses.sort()
         num_keys = sum(len(request.tokens) for request in requests)
-        count = self._best(candidates, num_tokens, num_keys, budget)
+        count, rate = self._best(guesses, num_tokens, num_keys, budget)
         if not count:
             self._rest = len(requests) // ROWS_PER_REST
-        paying = {request_id for _, _, request_id in candidates[:count]}
+        paying = {request_id for _, _, request_id in guesses[:count]}
         for request_id in drafts:
-            self._intervals[request_id].settle(request_id in paying)
-        count = self._audited(count, len(candidates), budget)
-        lengths = Counter(request_id for _, _, request_id in candidates[:count])
-        for request_id, length in lengths.items():
-            source = drafts[request_id].source
-            self._sources[request_id] = source
-            self._counts[source, "drafted"] += length
+            self._requests[request_id].settle(request_id in paying)
+        if self._audits.is_due():
+            count = self._audited(count, rate, guesses, num_tokens, num_keys, budget)
+        lengths = Counter(request_id for _, _, request_id in guesses[:count])
+        for request_id in lengths:
+            self._requests[request_id].source = drafts[request_id].source
         return {request_id: drafts[request_id].tokens[:length] for request_id, length in lengths.items()}
 
     def waits(self, request: Request) -> bool:
-        interval = self._intervals.get(request.id)
-        if interval is None:
+        state = self._requests.get(request.id)
+        if state is None:
             return True  # until its first draft has an outcome
-        interval.num_decisions += 1
-        return interval.accepted >= WORTH_WAITING or interval.num_decisions % WAIT_TRIAL == 0
+        state.num_decisions += 1
+        return state.accepted >= WORTH_WAITING or state.num_decisions % WAIT_TRIAL == 0
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        source = self._sources.pop(request.id, "")
-        self._counts[source, "verified"] += num_drafts
-        self._counts[source, "accepted"] += num_accepted
-        self._seconds_without += num_accepted * self._seconds_per_token
+        state = self._requests.get(request.id)
+        if state is None or not state.source:
+            return
+        self._counts[state.source].add_verified(num_drafts, num_accepted)
+        state.source = ""
+        self._gain.accepted(num_accepted)
 
     def plan_proposals(self, requests: Sequence[Request], num_tokens: int) -> dict[str, int]:
         if self._device is None or self._rest > 0:
@@ -119,9 +119,9 @@ class GoodputDrafter:
         asking = []
         for request in requests:
             self._device.score(request)
-            interval = self._intervals.get(request.id)
+            state = self._requests.get(request.id)
             # Where another proposer has found something, it usually finds more.
-            if (interval is None or not interval.rest) and self._sources.get(request.id) in (None, self._device.name):
+            if state is None or (not state.rest and state.source in ("", self._device.name)):
                 asking.append(request)
         if not asking:
             return {}
@@ -136,58 +136,36 @@ class GoodputDrafter:
     def observe(self, plan: Plan, seconds: float, proposing: float = 0.0) -> None:
         if plan.proposals and proposing and self._device is not None:
             self._device.timed(max(plan.proposals.values()), proposing)
-        num_tokens = num_keys = num_drafts = 0
-        for row in plan.rows:
-            if not row.wants_sample or row.count != 1 + row.num_drafts:
-                return  # a step with prefill, from which the policy that sizes chunks learns
-            num_tokens += row.count
-            num_drafts += row.num_drafts
-            num_keys += row.count * row.start
-        if not num_tokens:
+        self._audits.observe(seconds)
+        if not plan.drafts:
             return
-        self.costs.observe(num_tokens, num_keys, seconds)
-        num_rows = len(plan.rows)
-        without = self.costs.seconds(num_rows, num_keys * num_rows // num_tokens)
-        if num_drafts and without is not None:
-            self._seconds_per_token = without / num_rows
-            self._seconds += seconds
-            self._seconds_without += without
+        size = StepSize.of(plan)
+        if size.prompt_tokens:
+            return  # the gain is that of steps without prefill
+        without = self.costs.seconds(size.decodes, size.num_keys * size.decodes // size.num_tokens)
+        if without is not None:
+            self._gain.step(seconds, without, size.decodes)
 
     def end(self, request: Request) -> None:
         for proposer in self._proposers:
             proposer.end(request)
         self._survival.end(request)
-        for table in (self._intervals, self._barred, self._sources):
-            table.pop(request.id, None)
+        self._requests.pop(request.id, None)
 
-    def stats(self) -> dict[str, object]:
-        names = [proposer.name for proposer in self._proposers]
-        kinds = ("drafted", "verified", "accepted", "failed")
-        report: dict[str, object] = {name: {kind: self._counts[name, kind] for kind in kinds} for name in names}
-        right, tried = self._survival.right, self._survival.tried
-        report["by_position"] = {
-            name: [round(r / t, 4) for r, t in zip(right.get(name, []), tried.get(name, []), strict=True)]
-            for name in names
-        }
-        report["audits"] = self._num_audits
-        report["speedup"] = round(self.speedup, 3)
-        return report
-
-    @property
-    def speedup(self) -> float:
-        """Expected time without drafts over the time with drafts, for the same tokens."""
-        return self._seconds_without / self._seconds if self._seconds else 1.0
+    def stats(self) -> SpeculationStats:
+        audits = self._audits
+        return SpeculationStats(list(self._counts.values()), self._gain.ratio, audits.num_audits, audits.share)
 
     # -- choosing -------------------------------------------------------------------------------------------------
 
-    def _best(self, candidates: list[tuple[float, int, str]], num_tokens: int, num_keys: int, budget: int) -> int:
-        """Return how many of the ranked guesses make the most expected tokens per second."""
+    def _best(self, guesses: list[Guess], num_tokens: int, num_keys: int, budget: int) -> tuple[int, float]:
+        """Return how many of the ranked guesses make the most expected tokens per second, and that rate."""
         base = self.costs.seconds(num_tokens, num_keys)
         if base is None:
-            return 0  # no step was timed yet: the first one has no drafts
+            return 0, 0.0  # no step was timed yet: the first one has no drafts
         keys_per_token = num_keys // max(num_tokens, 1)
         best, best_rate, tokens = 0, num_tokens / base, float(num_tokens)
-        for count, (negative, _, _) in enumerate(candidates[:budget], start=1):
+        for count, (negative, _, _) in enumerate(guesses[:budget], start=1):
             tokens -= negative
             size = num_tokens + count
             seconds = self.costs.seconds(size, size * keys_per_token)
@@ -196,16 +174,20 @@ class GoodputDrafter:
                 best, best_rate = count, tokens / seconds
             elif count - best >= PATIENCE:
                 break
-        return best
+        return best, best_rate
 
-    def _audited(self, count: int, num_candidates: int, budget: int) -> int:
-        """Return the opposite choice in an audit: no drafts if some pay, one draft if none does."""
-        self._num_choices += 1
-        every = AUDIT // 16 if self._num_audits < EARLY_AUDITS else AUDIT
-        if self._num_choices % every:
+    def _audited(
+        self, count: int, rate: float, guesses: list[Guess], num_tokens: int, num_keys: int, budget: int
+    ) -> int:
+        """Return the opposite choice, if what it is expected to lose is within the budget of audits: no drafts if some
+        pay, one draft if none does."""
+        other = 0 if count else min(1, budget)
+        size = num_tokens + other
+        seconds = self.costs.seconds(size, size * (num_keys // max(num_tokens, 1)))
+        if other == count or seconds is None or not rate:
             return count
-        self._num_audits += 1
-        return 0 if count else min(1, num_candidates, budget)
+        tokens = num_tokens - (guesses[0][0] if other else 0.0)
+        return other if self._audits.take(max(seconds - tokens / rate, 0.0)) else count
 
     # -- proposing ------------------------------------------------------------------------------------------------
 
@@ -213,39 +195,50 @@ class GoodputDrafter:
         """Score the open drafts, and return new ones of the requests whose proposers are not resting."""
         silent: list[Request] = []
         for request in requests:
-            interval = self._intervals.setdefault(request.id, _DraftInterval())
-            num_right = self._survival.score(request)
-            if num_right is not None:
-                interval.learn(num_right)
-            if interval.rest > 0:
-                interval.rest -= 1
+            state = self._requests.get(request.id)
+            if state is None:
+                state = self._requests[request.id] = _Drafting()
+            scored = self._survival.score(request)
+            if scored is not None:
+                source, num_right = scored
+                state.learn(num_right)
+                self._counts[source].add_right(num_right)
+            if state.rest > 0:
+                state.rest -= 1
             else:
                 silent.append(request)
         found: list[tuple[Request, Draft]] = []
         for proposer in self._proposers:
             if not silent:
                 break
-            drafts = self._ask(proposer, silent)
-            for request, draft in zip(silent, drafts, strict=True):
-                if draft.tokens:
+            still_silent = []
+            for request, draft in zip(silent, self._ask(proposer, silent), strict=True):
+                if draft.tokens and request.grammar is not None:
                     draft.tokens = cut_to_grammar(request, draft.tokens)
-            found += [(r, draft) for r, draft in zip(silent, drafts, strict=True) if draft.tokens]
-            silent = [r for r, draft in zip(silent, drafts, strict=True) if not draft.tokens]
+                if draft.tokens:
+                    found.append((request, draft))
+                else:
+                    still_silent.append(request)
+            silent = still_silent
         return found
 
-    def _ask(self, proposer: Proposer, requests: Sequence[Request]) -> list[Draft]:
+    def _ask(self, proposer: Proposer, requests: Sequence[Request]) -> Sequence[Draft]:
         """Return the proposer's drafts. After an error it is asked for one request at a time, and is barred from the
         requests for which it raises an error again."""
-        asked = [r for r in requests if proposer.name not in self._barred.get(r.id, ())]
-        drafts: dict[str, Draft] = {}
+        barred = [r for r in requests if proposer.name in self._requests[r.id].barred]
         try:
-            if asked:
-                drafts = dict(zip((r.id for r in asked), proposer.propose(asked, LENGTH), strict=True))
+            if not barred:
+                return proposer.propose(requests, LENGTH)
         except Exception:
-            for request in asked:
+            pass
+        drafts = []
+        for request in requests:
+            draft = Draft()
+            if request not in barred:
                 try:
-                    (drafts[request.id],) = proposer.propose([request], LENGTH)
+                    (draft,) = proposer.propose([request], LENGTH)
                 except Exception:
-                    self._barred.setdefault(request.id, set()).add(proposer.name)
-                    self._counts[proposer.name, "failed"] += 1
-        return [drafts.get(request.id, Draft()) for request in requests]
+                    self._requests[request.id].barred.add(proposer.name)
+                    self._counts[proposer.name].failed += 1
+            drafts.append(draft)
+        return drafts

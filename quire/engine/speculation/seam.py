@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from quire.engine.limits import SpeculationStats
+from quire.engine.step_costs import StepCosts
 from quire.types import Plan, Request
 from quire.types.bounds import MAX_DRAFTS
 
@@ -39,6 +41,8 @@ class Proposer(Protocol):
 
 class Drafter(Protocol):
     """The choice of the drafts that a step verifies."""
+
+    costs: StepCosts  # times of steps; the scheduler reports each step to it
 
     def draft(self, requests: Sequence[Request], num_tokens: int, budget: int) -> Mapping[str, list[int]]:
         """Return drafts by request id for the next step, at most `budget` tokens in all, none of them empty.
@@ -77,8 +81,8 @@ class Drafter(Protocol):
         """Forget a request that has ended."""
         ...
 
-    def stats(self) -> dict[str, object]:
-        """Return the counters for `/v1/stats`."""
+    def stats(self) -> SpeculationStats:
+        """Return the counters so far."""
         ...
 
 

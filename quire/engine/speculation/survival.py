@@ -51,8 +51,6 @@ class SurvivalRecord:
     def __init__(self) -> None:
         self._bins: dict[str, list[_Bin]] = {}
         self._watched: dict[str, _Watched] = {}
-        self.right: dict[str, list[int]] = {}  # proposer -> correct guesses, by position
-        self.tried: dict[str, list[int]] = {}
 
     def correct(self, request: Request, draft: Draft) -> list[float]:
         """Return the corrected survival of each guess, and remember the draft to score it later."""
@@ -71,9 +69,9 @@ class SurvivalRecord:
             corrected.append(survival)
         return corrected
 
-    def score(self, request: Request) -> int | None:
-        """Compare the request's open draft with the tokens that came since. Returns how many guesses were right, None
-        without an open draft or new tokens."""
+    def score(self, request: Request) -> tuple[str, int] | None:
+        """Compare the request's open draft with the tokens that came since. Returns its proposer and how many guesses
+        were right, None without an open draft or new tokens."""
         watched = self._watched.get(request.id)
         if watched is None or not watched.draft.tokens or len(request.tokens) <= watched.length:
             return None
@@ -85,7 +83,6 @@ class SurvivalRecord:
             chance = draft.survival[place] / before if before > 0 else 0.0
             before = draft.survival[place]
             right = draft.tokens[place] == token
-            self._count(draft.source, place, right)
             if chance < 1.0:
                 expected = bins[_bin_of(chance)].rate(chance)
                 bins[_bin_of(chance)].count(right)
@@ -94,17 +91,10 @@ class SurvivalRecord:
             if not right:
                 break
             num_right += 1
-        return num_right
+        return draft.source, num_right
 
     def end(self, request: Request) -> None:
         self._watched.pop(request.id, None)
-
-    def _count(self, source: str, place: int, right: bool) -> None:
-        for counts, by in ((self.tried, 1), (self.right, int(right))):
-            row = counts.setdefault(source, [])
-            while len(row) <= place:
-                row.append(0)
-            row[place] += by
 
 
 def _bin_of(chance: float) -> int:

@@ -50,8 +50,14 @@ class ToolHooks:
 
     def after(self, tool: str, arguments: Mapping[str, Any], result: ToolResult) -> str:
         """Returns what hooks add to the result."""
-        given = {"event": "after", "tool": tool, "arguments": dict(arguments), "output": result.content,
-                 "exit_code": result.exit_code, "is_error": result.is_error}  # fmt: skip
+        given = {
+            "event": "after",
+            "tool": tool,
+            "arguments": dict(arguments),
+            "output": result.content,
+            "exit_code": result.exit_code,
+            "is_error": result.is_error,
+        }
         return "\n".join(note for hook in self._of("after", tool) if (note := _run(hook, given, blocks=False)))
 
     def _of(self, event: str, tool: str) -> list[ToolHook]:

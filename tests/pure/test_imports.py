@@ -41,7 +41,10 @@ FORBIDDEN = [  # contract, importing module, imported module
         "quire.runtime.rows",
         "quire.engine.chunking",
     ),
+    ("the agent: reaches an engine through the public API alone", "quire.agent.engines.local", "quire.engine.loop"),
+    ("the sandbox's processes: the standard library alone", "quire.agent.sandbox.child.files", "quire.types"),
     ("rooms without torch", "quire.cache.tree", "torch"),
+    ("rooms without torch", "quire.agent.engines.local", "torch"),
 ]
 
 

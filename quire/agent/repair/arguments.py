@@ -10,9 +10,14 @@ from typing import Any
 from quire.agent.repair.lenient_json import MalformedCall
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,),
-    "array": (list,), "null": (type(None),),
-}  # fmt: skip
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
 _BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 
 

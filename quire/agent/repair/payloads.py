@@ -32,7 +32,7 @@ _PAIRS = (
     (r"(?:<\|start\|>assistant)?<\|channel\|>commentary(?= to=)", r"<\|call\|>"),
     (r"(?=<function=|<function name=|<invoke name=)", r"(?!x)x"),
     (r"(?m:^)(?=Action:\s*\S+\s*\n\s*Action Input:)", r"(?m:^)Observation:"),
-)  # fmt: skip
+)
 _OPENINGS = re.compile("|".join(f"(?P<m{index}>{opening})" for index, (opening, _) in enumerate(_PAIRS)), re.IGNORECASE)
 _CLOSINGS = tuple(re.compile(closing, re.IGNORECASE) for _, closing in _PAIRS)
 _FENCE = re.compile(r"```[ \t]*(?P<kind>[\w\-]*)[ \t]*\n(?P<body>.*?)(?:\n```|```|\Z)", re.DOTALL)
@@ -48,7 +48,8 @@ _ARG_KEY = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
 _NAME_THEN = re.compile(
     r"\s*(?:to=|call:|function\s*)?(?:<[|｜]tool▁sep[|｜]>)?\s*([A-Za-z_][\w.\-]*(?::\d+)?)\s*"
     r"(?:<[|｜]tool▁sep[|｜]>|\[ARGS\]|\[CALL_ID\]\w+\[ARGS\]|<\|tool_call_argument_begin\|>|"
-    r"(?:<\|constrain\|>\s*\w+|\s+\w+)?\s*<\|message\|>|:)?\s*(?:```(?:json)?\s*)?(?=[{\[])")  # fmt: skip
+    r"(?:<\|constrain\|>\s*\w+|\s+\w+)?\s*<\|message\|>|:)?\s*(?:```(?:json)?\s*)?(?=[{\[])"
+)
 _REACT = re.compile(r"Action:\s*(\S+)\s*\n\s*Action Input:\s*(.*)", re.DOTALL)
 _BETWEEN = re.compile(r"[\s,;}\]`]*")
 _CALL_EXPRESSION = re.compile(r"\s*\[?\s*(?:print\()?[A-Za-z_][\w.]*\(")

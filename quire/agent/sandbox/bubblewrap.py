@@ -7,8 +7,13 @@ import shutil
 
 from quire.agent.sandbox.plan import SandboxMount, SandboxPlan
 
-_UNSHARE = {"user": "--unshare-user", "pid": "--unshare-pid", "net": "--unshare-net", "ipc": "--unshare-ipc",
-            "uts": "--unshare-uts"}  # fmt: skip
+_UNSHARE = {
+    "user": "--unshare-user",
+    "pid": "--unshare-pid",
+    "net": "--unshare-net",
+    "ipc": "--unshare-ipc",
+    "uts": "--unshare-uts",
+}
 
 
 def find_bubblewrap() -> str | None:

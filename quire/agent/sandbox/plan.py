@@ -17,25 +17,73 @@ from quire.types import QuireError
 
 ALL_NAMESPACES = ("user", "mount", "pid", "net", "ipc", "uts")
 SYSTEM_FOLDERS = (
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store", "/run/current-system",
-)  # fmt: skip
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/opt",
+    "/nix/store",
+    "/run/current-system",
+)
 # Of /etc, what programs need; not shadow, ssh, sudoers or a service's keys.
 SYSTEM_FILES = tuple(
     f"/etc/{name}"
     for name in (
-        "alternatives", "bash.bashrc", "ca-certificates", "debian_version", "fonts", "group", "hosts", "inputrc",
-        "java-17-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "locale.conf", "localtime",
-        "magic", "mime.types", "nsswitch.conf", "os-release", "passwd", "perl", "pki/ca-trust", "pki/tls/certs",
-        "profile", "protocols", "python3", "python3.11", "python3.12", "python3.13", "services", "ssl/certs",
-        "ssl/openssl.cnf", "terminfo", "timezone",
+        "alternatives",
+        "bash.bashrc",
+        "ca-certificates",
+        "debian_version",
+        "fonts",
+        "group",
+        "hosts",
+        "inputrc",
+        "java-17-openjdk",
+        "ld.so.cache",
+        "ld.so.conf",
+        "ld.so.conf.d",
+        "locale.alias",
+        "locale.conf",
+        "localtime",
+        "magic",
+        "mime.types",
+        "nsswitch.conf",
+        "os-release",
+        "passwd",
+        "perl",
+        "pki/ca-trust",
+        "pki/tls/certs",
+        "profile",
+        "protocols",
+        "python3",
+        "python3.11",
+        "python3.12",
+        "python3.13",
+        "services",
+        "ssl/certs",
+        "ssl/openssl.cnf",
+        "terminfo",
+        "timezone",
     )
-)  # fmt: skip
+)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 PROTECTED = (".git", ".hg", ".mcp.json", ".quire")  # in the project folder; other programs run what they hold
 SECCOMP_RULES = (
-    "other processes' memory", "mounts", "namespaces", "kernel", "keys", "clock", "file handles", "io_uring",
-    "uncounted memory", "terminal input", "set-id bits", "socket families",
-)  # fmt: skip
+    "other processes' memory",
+    "mounts",
+    "namespaces",
+    "kernel",
+    "keys",
+    "clock",
+    "file handles",
+    "io_uring",
+    "uncounted memory",
+    "terminal input",
+    "set-id bits",
+    "socket families",
+)
 PASSED_VARIABLES = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "VIRTUAL_ENV", "CONDA_PREFIX", "CARGO_HOME", "GOPATH")
 GIB = 1 << 30
 

@@ -167,8 +167,14 @@ def run_command(
 
 def describe_reason(reason: str, plan: SandboxPlan, seconds: float) -> str:
     limits = plan.limits
-    values = {"time": seconds, "output": limits.output_bytes, "memory": limits.memory_bytes,
-              "processes": limits.processes, "cpu": limits.cpu_seconds, "file size": limits.file_bytes}  # fmt: skip
+    values = {
+        "time": seconds,
+        "output": limits.output_bytes,
+        "memory": limits.memory_bytes,
+        "processes": limits.processes,
+        "cpu": limits.cpu_seconds,
+        "file size": limits.file_bytes,
+    }
     return REASONS[reason].format(values.get(reason)) if reason in REASONS else ""
 
 

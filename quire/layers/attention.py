@@ -148,11 +148,13 @@ class Attention(nn.Module):
         names: AttentionNames | None = None,
         join: ResidualJoin | None = None,
     ):
-        """`cache_index`: index of this layer in its cache group. `join`: adds the output to the residual stream."""
+        """`shape`: that of all ranks together. `cache_index`: index of this layer in its cache group. `join`: adds the
+        output to the residual stream."""
         super().__init__()
+        share = build.heads(shape.num_heads, shape.num_kv_heads)
         names = names or AttentionNames()
         self.norm = norm
-        self.shape = shape
+        self.shape = replace(shape, num_heads=share.num_heads, num_kv_heads=share.num_kv_heads)  # of this rank
         self.cache_index = cache_index
         self.scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self.ops = build.ops
@@ -160,14 +162,20 @@ class Attention(nn.Module):
         rows = [q_rows, kv_rows, kv_rows] if len(names.qkv) == 3 else [q_rows + 2 * kv_rows]
         sources = [(f"{prefix}.{name}", count) for name, count in zip(names.qkv, rows, strict=True)]
         gates = [] if names.gate is None else [(f"{prefix}.{names.gate}", q_rows)]
-        self.num_gates = sum(count for _, count in gates)  # gate elements per token, which precede its queries
-        self.qkv = Linear(shape.width, [*gates, *sources], bias=qkv_bias, build=build)
+        q_span, kv_span = share.elements(shape.head_dim)
+        self.num_gates = len(gates) * (q_span[1] - q_span[0])  # gate elements per token, which precede its queries
+        spans = [(q_rows, q_span)] * (len(gates) + 1) + [(kv_rows, kv_span)] * 2
+        split = build.split_outputs(spans)
+        self.qkv = Linear(shape.width, [*gates, *sources], bias=qkv_bias, build=build, split=split)
         set_forms(self.qkv, (*(None for _ in gates), *_qkv_forms(names, shape, is_normed=qk_norm is not None)))
         out = [(f"{prefix}.{names.out}", shape.width)]
-        self.out = Linear(q_rows, out, bias=out_bias, build=build)
+        self.out = Linear(q_rows, out, bias=out_bias, build=build, split=build.split_inputs(q_span))
         self.head_norm = qk_norm if isinstance(qk_norm, QKNorm) else None
         self.qkv_norm = None if isinstance(qk_norm, QKNorm) else qk_norm  # norms that the rope kernel does not fuse
-        self.sinks = Weight.whole(f"{prefix}.sinks", (shape.num_heads,), build.dtype) if shape.sinks else None
+        self.sinks = None
+        if shape.sinks:
+            sinks = Weight.whole(f"{prefix}.sinks", (shape.num_heads,), build.dtype)
+            self.sinks = build.cut_rows(sinks, [(shape.num_heads, share.heads)])
         self.join = join or ResidualJoin()
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:

@@ -6,6 +6,7 @@ kernels, the scheme of each tensor, the group of ranks and the range of layers a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from quire.kernels.table import Ops
 from quire.layers.quant.scheme import Scheme
 from quire.layers.quant.schemes import Schemes
+from quire.layers.split import HeadShare, InSplit, OutSplit, merged_rows, share_of_width, share_out
+from quire.layers.weights import Span, Weight
 from quire.parallel import ALONE, Communicator
 
 
@@ -53,3 +56,32 @@ class Build:
     def layers_of(self, num_layers: int) -> range:
         """Returns the layers to build of a model with `num_layers` layers."""
         return range(num_layers) if self.layers is None else self.layers
+
+    # -- this rank's share of a layer -------------------------------------------------------------------------------
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> HeadShare:
+        """Returns the heads of attention that this rank computes."""
+        return HeadShare.of(num_heads, num_kv_heads, self.communicator.rank, self.communicator.size)
+
+    def span(self, width: int) -> Span:
+        """Returns this rank's span of an inner width."""
+        return share_of_width(width, self.communicator.rank, self.communicator.size)
+
+    def vocabulary(self, size: int) -> list[Span]:
+        """Returns the tokens of each rank, whose vectors and logits it has."""
+        return share_out(size, self.communicator.size)
+
+    def split_outputs(self, matrices: Sequence[tuple[int, Span]]) -> OutSplit | None:
+        """Returns the split of a linear layer that merges matrices, each (rows, this rank's rows); None: one rank."""
+        if self.communicator.size == 1:
+            return None
+        return OutSplit(merged_rows([rows for rows, _ in matrices], [span for _, span in matrices]))
+
+    def split_inputs(self, span: Span, *, reduces: bool = True) -> InSplit | None:
+        """Returns the split of a linear layer whose inputs are this rank's `span`; None: one rank. See `InSplit`."""
+        return None if self.communicator.size == 1 else InSplit(span, reduces)
+
+    def cut_rows(self, weight: Weight, matrices: Sequence[tuple[int, Span]]) -> Weight:
+        """Returns this rank's rows of a weight that merges matrices, each (rows, this rank's rows)."""
+        split = self.split_outputs(matrices)
+        return weight if split is None else weight.cut(split.share)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from quire.layers.build import Build
 from quire.layers.linear import Linear
-from quire.layers.weights import Weight
+from quire.layers.weights import Share, Weight
 
 
 @runtime_checkable
@@ -24,6 +24,8 @@ class Embedding(nn.Module):
     """Looks up the vectors of token ids."""
 
     weight: Tensor  # or a list of one packed matrix, which dequantizes single rows
+    first: int  # the first token of this rank
+    count: int  # number of tokens of this rank
 
     def __init__(
         self,
@@ -35,6 +37,11 @@ class Embedding(nn.Module):
     ):
         super().__init__()
         weight = Weight.whole(f"{name}.weight", (vocab_size, width), build.dtype)
+        self.communicator, self.first, self.count = build.communicator, 0, vocab_size
+        if build.communicator.size > 1:
+            first, stop = build.vocabulary(vocab_size)[build.communicator.rank]
+            self.first, self.count = first, stop - first
+            weight = weight.cut(Share(((first, stop),)))
         self.weight = weight
         self.scale = torch.tensor(
             scale, dtype=build.dtype
@@ -44,9 +51,18 @@ class Embedding(nn.Module):
             scheme.pack_table(weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        weight: Any = self.weight
-        vectors = weight[0].rows(tokens) if isinstance(weight, list) else functional.embedding(tokens, weight)
+        if self.communicator.size == 1:
+            vectors = self._look_up(tokens)
+        else:  # a token's vector is on one rank; the others add zeros
+            here = (tokens >= self.first) & (tokens < self.first + self.count)
+            vectors = self._look_up(torch.where(here, tokens - self.first, 0)) * here.unsqueeze(1)
+            vectors = self.communicator.all_reduce(vectors)
         return vectors if self.scale == 1.0 else vectors * self.scale
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        """Returns the vectors of tokens of this rank. tokens [n]: rows of `weight` -> [n, width]"""
+        weight: Any = self.weight
+        return weight[0].rows(tokens) if isinstance(weight, list) else functional.embedding(tokens, weight)
 
 
 class Head(nn.Module):
@@ -64,7 +80,14 @@ class Head(nn.Module):
         softcap: float | None = None,
     ):
         super().__init__()
-        self.linear = Linear(width, [(name, vocab_size)], bias=bias, build=build)
+        self.communicator = build.communicator
+        self.sizes: tuple[int, ...] = (vocab_size,)  # tokens of each rank
+        split = None
+        if build.communicator.size > 1:
+            spans = build.vocabulary(vocab_size)
+            self.sizes = tuple(stop - start for start, stop in spans)
+            split = build.split_outputs([(vocab_size, spans[build.communicator.rank])])
+        self.linear = Linear(width, [(name, vocab_size)], bias=bias, build=build, split=split)
         self.scale = scale
         self.softcap = softcap
 
@@ -72,4 +95,5 @@ class Head(nn.Module):
         logits = self.linear(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
-        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+        logits = logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+        return self.communicator.all_gather(logits, self.sizes)

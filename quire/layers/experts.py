@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
 from quire.kernels.table import Ops
 from quire.layers.build import Build
-from quire.layers.weights import Form, Part, Weight, put_weight
+from quire.layers.weights import Form, Part, Share, Weight, put_weight
 from quire.types import QuireError
 
 if TYPE_CHECKING:
@@ -167,6 +167,16 @@ class ColumnSlice:
         return columns if self.by == 1.0 else columns * self.by
 
 
+@dataclass(frozen=True, slots=True)
+class ZeroForm:
+    """A form that has the shape of another form's result, and no value of it."""
+
+    inner: Form | None
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return torch.zeros_like(weight if self.inner is None else self.inner(weight))
+
+
 class Experts(nn.Module):
     """The weights of all experts of a layer."""
 
@@ -198,9 +208,16 @@ class Experts(nn.Module):
             gate_up.store_scaled(scheme.expert_dtype)
             down.store_scaled(scheme.expert_dtype)
         self.scheme = scheme
-        self.gate_up, self.down = gate_up, down
+        inner = down.shape[1]
+        span = build.span(inner)
+        rows = [(inner, span)] * (2 * num_entries)
+        self.gate_up = build.cut_rows(gate_up, rows)
+        self.down = down if build.communicator.size == 1 else down.cut(Share(columns=span))
         self.gate_up_scale = self.down_scale = None
-        self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
+        self.gate_up_bias = None if gate_up_bias is None else build.cut_rows(gate_up_bias, rows)
+        self.down_bias = down_bias
+        if down_bias is not None and build.communicator.rank > 0:  # the sum over ranks has it once
+            down_bias.parts = tuple(replace(part, form=ZeroForm(part.form)) for part in down_bias.parts)
         self.num_entries = num_entries
         self.num_shared = num_shared
         self.activation = activation

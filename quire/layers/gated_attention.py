@@ -33,17 +33,21 @@ class GatedAttention(nn.Module):
         build: Build,
         norm_offset: float = 1.0,
     ):
+        """`shape`: that of all ranks together."""
         super().__init__()
         assert shape.order is not None
+        share = build.heads(shape.num_heads, shape.num_kv_heads)
         self.norm = norm
-        self.shape = shape
+        self.shape = replace(shape, num_heads=share.num_heads, num_kv_heads=share.num_kv_heads)  # of this rank
         self.cache_index = cache_index
         self.scale = shape.head_dim**-0.5
         self.ops = build.ops
         heads, head_dim = shape.num_heads * shape.head_dim, shape.head_dim
         kv_rows = shape.num_kv_heads * head_dim
         sources = [(f"{prefix}.q_proj", 2 * heads), (f"{prefix}.k_proj", kv_rows), (f"{prefix}.v_proj", kv_rows)]
-        self.project = Linear(shape.width, sources, bias=bias, build=build)
+        q_span, kv_span = share.elements(head_dim)
+        split = build.split_outputs([(heads, q_span)] * 2 + [(kv_rows, kv_span)] * 2)
+        self.project = Linear(shape.width, sources, bias=bias, build=build, split=split)
         order = replace(shape.order, angle_scale=1.0)  # `qk_norm` undoes rope's scale, as in `layers.attention`
 
         def gates_first(rows: Tensor) -> Tensor:
@@ -53,7 +57,7 @@ class GatedAttention(nn.Module):
 
         set_forms(self.project, (Reorder(gates_first), order.form, None))
         out = [(f"{prefix}.o_proj", shape.width)]
-        self.out = Linear(heads, out, bias=bias, build=build)
+        self.out = Linear(heads, out, bias=bias, build=build, split=build.split_inputs(q_span))
         self.qk_norm = QKNorm(prefix, head_dim, norm.eps, build, offset=norm_offset, order=shape.order)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:

@@ -8,7 +8,7 @@ tests, on the reference kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -53,16 +53,15 @@ class LatentShape:
         return self.num_heads * (2 * self.head_dim + self.rope_dim + 2 * self.rank + 2 * self.value_dim)
 
 
-def latent_spec(
-    shape: LatentShape, form: Form, layers: tuple[int, ...], dtype: torch.dtype, page_tokens: int
-) -> CacheSpec:
+def latent_spec(shape: LatentShape, form: Form, layers: tuple[int, ...], build: Build) -> CacheSpec:
     """Returns the cache spec of these layers: one latent per token, or every head's K and V in the naive form."""
     if form == "naive":
-        entry, planes = (shape.num_heads, max(shape.head_dim, shape.value_dim)), 2
+        num_heads = build.heads(shape.num_heads, shape.num_heads).num_heads
+        entry, planes = (num_heads, max(shape.head_dim, shape.value_dim)), 2
     else:
         entry, planes = (1, shape.rank + shape.rope_dim), 1
-    name = str(dtype).removeprefix("torch.")
-    return CacheSpec("latent", "paged", layers, entry, name, planes, page_tokens)
+    name = str(build.cache_dtype).removeprefix("torch.")
+    return CacheSpec("latent", "paged", layers, entry, name, planes, build.page_tokens)
 
 
 class LatentAttention(nn.Module):
@@ -80,27 +79,34 @@ class LatentAttention(nn.Module):
         form: Form,
         build: Build,
     ):
+        """`shape`: that of all ranks together."""
         super().__init__()
+        share = build.heads(shape.num_heads, shape.num_heads)
         self.norm = norm
-        self.shape = shape
+        self.shape = replace(shape, num_heads=share.num_heads)  # of this rank
         self.cache_index = cache_index
         self.form = form
         self.ops = build.ops
-        rows = shape.num_heads * shape.head_dim
-        first = ("q_a_proj", shape.q_rank) if shape.q_rank is not None else ("q_proj", rows)
-        self.first_width = first[1]
-        sources = [
-            (f"{prefix}.{name}", out) for name, out in (first, ("kv_a_proj_with_mqa", shape.rank + shape.rope_dim))
-        ]
-        self.down = Linear(shape.width, sources, bias=shape.bias, build=build)
+        rows, (q_span, _) = shape.num_heads * shape.head_dim, share.elements(shape.head_dim)
+        first, first_span = ("q_proj", rows), q_span
+        if shape.q_rank is not None:
+            first, first_span = ("q_a_proj", shape.q_rank), (0, shape.q_rank)
+        self.first_width = first_span[1] - first_span[0]
+        latent_width = shape.rank + shape.rope_dim
+        sources = [(f"{prefix}.{name}", out) for name, out in (first, ("kv_a_proj_with_mqa", latent_width))]
+        split = build.split_outputs([(first[1], first_span), (latent_width, (0, latent_width))])
+        self.down = Linear(shape.width, sources, bias=shape.bias, build=build, split=split)
         self.q_norm, self.q_up = None, None
         if shape.q_rank is not None:
             self.q_norm = RMSNorm(f"{prefix}.q_a_layernorm", shape.q_rank, NORM_EPS, build)
-            self.q_up = Linear(shape.q_rank, [(f"{prefix}.q_b_proj", rows)], build=build)
+            split = build.split_outputs([(rows, q_span)])
+            self.q_up = Linear(shape.q_rank, [(f"{prefix}.q_b_proj", rows)], build=build, split=split)
         self.latent_norm = RMSNorm(f"{prefix}.kv_a_layernorm", shape.rank, NORM_EPS, build)
-        self.up = _up_weight(prefix, shape, build.dtype)
+        up, (up_span, _) = _up_weight(prefix, shape, build.dtype), share.elements(shape.nope_dim + shape.value_dim)
+        self.up = build.cut_rows(up, [(up.shape[0], up_span)])
         out = [(f"{prefix}.o_proj", shape.width)]
-        self.out = Linear(shape.num_heads * shape.value_dim, out, bias=shape.bias, build=build)
+        value_split = build.split_inputs(share.elements(shape.value_dim)[0])
+        self.out = Linear(shape.num_heads * shape.value_dim, out, bias=shape.bias, build=build, split=value_split)
 
     def forward(self, stream: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """Returns the residual stream plus this block's output, for the wanted tokens. stream [tokens, width]"""

@@ -24,7 +24,7 @@ class Linear(nn.Module):
     bias: Tensor | None
     whole: Tensor | None = None  # the weight with zero rows appended, if a product with these is much faster
     weight_scale: Tensor  # [out_features], of schemes with per-row scales
-    bias_after: Tensor | None = None  # a bias that is added to the sum over ranks
+    bias_after: Tensor | None  # a bias that is added to the sum over ranks
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Linear(nn.Module):
         sums = isinstance(split, InSplit)
         self.scheme.create(self, sources, bias and not sums, build.dtype)
         self.communicator = build.communicator if isinstance(split, InSplit) and split.reduces else None
+        self.bias_after = None
         if split is None:
             return
         for name, weight in own_weights(self):

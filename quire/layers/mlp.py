@@ -59,13 +59,17 @@ class GatedMLP(nn.Module):
         activation: str = "silu",
         names: MLPNames | None = None,
         join: ResidualJoin | None = None,
+        reduces: bool = True,
     ):
+        """`reduces`: whether the block sums its output over the ranks; False: the caller does."""
         super().__init__()
         names = names or MLPNames()
         rows = 2 * inner_width // len(names.up)
         self.norm = norm
-        self.gate_up = Linear(width, [(f"{prefix}.{name}", rows) for name in names.up], bias=bias, build=build)
-        self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, build=build)
+        span = build.span(inner_width)
+        up, down = [(f"{prefix}.{name}", rows) for name in names.up], [(f"{prefix}.{names.down}", width)]
+        self.gate_up = Linear(width, up, bias=bias, build=build, split=build.split_outputs([(inner_width, span)] * 2))
+        self.down = Linear(inner_width, down, bias=bias, build=build, split=build.split_inputs(span, reduces=reduces))
         self.curve = ACTIVATIONS[activation]
         self.join = join or ResidualJoin()
 
@@ -94,8 +98,10 @@ class PlainMLP(nn.Module):
     ):
         super().__init__()
         self.norm = norm
-        self.up = Linear(width, [(f"{prefix}.{names.up[0]}", inner_width)], bias=bias, build=build)
-        self.down = Linear(inner_width, [(f"{prefix}.{names.down}", width)], bias=bias, build=build)
+        span = build.span(inner_width)
+        up, down = [(f"{prefix}.{names.up[0]}", inner_width)], [(f"{prefix}.{names.down}", width)]
+        self.up = Linear(width, up, bias=bias, build=build, split=build.split_outputs([(inner_width, span)]))
+        self.down = Linear(inner_width, down, bias=bias, build=build, split=build.split_inputs(span))
         self.activate = CURVES[ACTIVATIONS[activation]]
         self.join = join or ResidualJoin()
 

@@ -26,8 +26,11 @@ class SharedExpert(nn.Module):
     def __init__(self, names: ExpertNames, shape: MoEShape, build: Build):
         super().__init__()
         inner, (gate_name, up_name, down_name) = shape.shared_width, names.of_shared()
-        self.gate_up = Linear(shape.width, [(gate_name, inner), (up_name, inner)], build=build)
-        self.down = Linear(inner, [(down_name, shape.width)], build=build)
+        span = build.span(inner)
+        split = build.split_outputs([(inner, span)] * 2)
+        self.gate_up = Linear(shape.width, [(gate_name, inner), (up_name, inner)], build=build, split=split)
+        split_down = build.split_inputs(span, reduces=False)  # the mixture sums over ranks, with the routed experts
+        self.down = Linear(inner, [(down_name, shape.width)], build=build, split=split_down)
         set_forms(self.down, (scale_by(shape.shared_scale),))
         self.curve: Curve = "silu"
         self.ops = build.ops
@@ -90,6 +93,7 @@ class MoE(nn.Module):
         if shared is None and shape.shared_width and not merged:
             self.shared = SharedExpert(names, shape, build)
         self.join = join or ResidualJoin()
+        self.communicator = build.communicator
 
     @property
     def experts_add(self) -> bool:
@@ -104,6 +108,8 @@ class MoE(nn.Module):
             x, weight, eps, self.router, self.router_bias, self.choice_bias, self.routing
         )
         onto = stream if onto is None else onto
+        if self.communicator.size > 1:
+            return self.join.add(self.communicator.all_reduce(self._shares(x, chosen, weights, None)), onto)
         if self.join.is_plain:
             return self._shares(x, chosen, weights, onto)
         return self.join.add(self._shares(x, chosen, weights, None), onto)

@@ -145,24 +145,40 @@ class WideQKNorm(nn.Module):
         prefix: str,
         q_width: int,
         k_width: int,
+        head_dim: int,
         eps: float,
         build: Build,
         order: HeadOrder | None = None,
     ):
-        """`order`: order of the heads' elements."""
+        """`q_width`, `k_width`: those of all ranks together. `order`: order of the heads' elements."""
         super().__init__()
         self.q_norm = RMSNorm(f"{prefix}.q_norm", q_width, eps, build)
         self.k_norm = RMSNorm(f"{prefix}.k_norm", k_width, eps, build)
         for norm in (self.q_norm, self.k_norm) if order is not None else ():
             set_forms(norm, (order,))
-        self.widths = (q_width, k_width)
+        self.communicator, self.whole_widths = build.communicator, (q_width, k_width)
+        self.share = build.heads(q_width // head_dim, k_width // head_dim)
+        q_span, k_span = self.share.elements(head_dim)
+        for norm, width, span in ((self.q_norm, q_width, q_span), (self.k_norm, k_width, k_span)):
+            assert isinstance(norm.weight, Weight)
+            norm.weight = build.cut_rows(norm.weight, [(width, span)])
+        self.widths = (q_span[1] - q_span[0], k_span[1] - k_span[0])
 
     def forward(self, qkv: Tensor) -> Tensor:
         """Norms queries and keys in place. qkv [tokens, q_width + 2 k_width]"""
         q_width, k_width = self.widths
-        for norm, start, width in ((self.q_norm, 0, q_width), (self.k_norm, q_width, k_width)):
-            part = qkv[:, start : start + width]
-            part.copy_(norm(part.contiguous()))
+        parts = (self.q_norm, qkv[:, :q_width]), (self.k_norm, qkv[:, q_width : q_width + k_width])
+        if self.communicator.size == 1:
+            for norm, part in parts:
+                part.copy_(norm(part.contiguous()))
+            return qkv
+        squares = torch.stack([part.float().square().sum(1) for _, part in parts], 1)  # [tokens, 2]
+        if not self.share.is_first:  # an earlier rank counts these keys
+            squares[:, 1] = 0
+        widths = torch.tensor(self.whole_widths, dtype=torch.float32, device=qkv.device)
+        means = self.communicator.all_reduce(squares) / widths
+        for place, (norm, part) in enumerate(parts):
+            part.mul_((means[:, place, None] + norm.eps).rsqrt()).mul_(norm.weight)
         return qkv
 
 
@@ -205,8 +221,10 @@ class HeadLayerNorm(nn.Module):
             return q_parts + _head_parts(k_name, kind, kept, num_heads, num_kv_heads, head_dim, order)
 
         joined = (parts("weight", "rows"),) if norms.kept == "apart" else ()  # the layout of GGUF files
-        self.weight = Weight(shape, build.dtype, parts("weight"), joined)
-        self.bias = Weight(shape, build.dtype, parts("bias")) if norms.bias else None
+        share = build.heads(num_heads, num_kv_heads)
+        rows = [(num_heads, share.heads), (num_kv_heads, share.kv_heads)]
+        self.weight = build.cut_rows(Weight(shape, build.dtype, parts("weight"), joined), rows)
+        self.bias = build.cut_rows(Weight(shape, build.dtype, parts("bias")), rows) if norms.bias else None
 
     def forward(self, qkv: Tensor) -> Tensor:
         """Norms queries and keys in place. qkv [tokens, (heads + 2 kv_heads) * head_dim]"""

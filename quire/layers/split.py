@@ -67,6 +67,7 @@ class HeadShare:
 
     heads: Span
     kv_heads: Span
+    is_first: bool = True  # no rank before this one has these key-value heads
 
     @property
     def num_heads(self) -> int:
@@ -75,6 +76,11 @@ class HeadShare:
     @property
     def num_kv_heads(self) -> int:
         return self.kv_heads[1] - self.kv_heads[0]
+
+    def elements(self, head_dim: int) -> tuple[Span, Span]:
+        """Returns the elements of the merged queries, and of the merged keys, that these heads are."""
+        (first, stop), (kv_first, kv_stop) = self.heads, self.kv_heads
+        return (first * head_dim, stop * head_dim), (kv_first * head_dim, kv_stop * head_dim)
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, rank: int, size: int) -> HeadShare:
@@ -92,7 +98,7 @@ class HeadShare:
         if stop - first > group:
             raise cannot_split(f"{num_heads} query heads in {num_kv_heads} groups", size)
         low, high = share_out(group, stop - first)[rank - first]
-        return cls((kv_head * group + low, kv_head * group + high), (kv_head, kv_head + 1))
+        return cls((kv_head * group + low, kv_head * group + high), (kv_head, kv_head + 1), rank == first)
 
 
 def merged_rows(sizes: Sequence[int], spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -352,8 +352,9 @@ def add_other_names(module: nn.Module, *names: str) -> None:
     """
     for kind, weight in own_weights(module):
         forms = [part.form for part in weight.parts] if len(weight.parts) == len(names) else [None] * len(names)
-        sources = [(f"{name}.{kind}", weight.shape[0] // len(names)) for name in names]
-        parts = Weight.stacked(sources, tuple(weight.shape[1:]), weight.dtype).parts
+        rows, columns = max(part.stop for part in weight.parts), weight.parts[0].shape[1:]  # of all ranks together
+        sources = [(f"{name}.{kind}", rows // len(names)) for name in names]
+        parts = Weight.stacked(sources, columns, weight.dtype).parts
         other = tuple(replace(part, form=form) for part, form in zip(parts, forms, strict=True))
         weight.others = (*weight.others, other)
 

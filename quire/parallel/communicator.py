@@ -1,15 +1,21 @@
-"""The `Communicator` protocol: the ranks of one group and the reductions between them. Layers get one from their
-`Build`.
+"""The `Communicator` protocol: the ranks of one group and what they exchange. Layers get one from their `Build`.
 
-An implementation is a file. `Alone`, the group of one rank, is the one of an engine on a single device.
+Each implementation is a file: `in_memory` for ranks that are threads of one process, `processes` for ranks that are
+processes. `Alone`, the group of one rank, is the one of an engine on a single device.
+
+All ranks of a group call the same operations in the same order. An operation that not all ranks join within the group's
+deadline raises `RankTimeout`, which names the ranks that are missing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from quire.types import QuireError
 
 
 class Communicator(Protocol):
@@ -24,7 +30,42 @@ class Communicator(Protocol):
         """Number of ranks in the group."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum of all ranks' tensors, which have the shape of x. May write it to the memory of x."""
+        """Returns the sum of all ranks' tensors, which have the shape of x. May write it to the memory of x.
+
+        The sum is taken in the order of the ranks, so that all ranks get the same bits.
+        """
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Returns all ranks' tensors side by side along the last dimension, in the order of the ranks.
+
+        x [..., sizes[rank]] -> [..., sum(sizes)]
+        """
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Sends the rows of x in turn to the ranks, `sent[r]` of them to rank r, and returns the rows from all ranks in
+        their order, `received[r]` of them from rank r.
+
+        x [sum(sent), ...] -> [sum(received), ...]
+        """
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Returns rank `source`'s x on every rank. x has the same shape and dtype on all ranks; may be overwritten."""
+
+    def send(self, x: Tensor, target: int) -> None:
+        """Sends x to one rank, which must call `receive`."""
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Returns what rank `source` sends next to this rank; x has its shape and dtype, and may be overwritten."""
+
+
+class RankTimeout(QuireError):
+    """An operation of a group of ranks that did not finish in time."""
+
+    def __init__(self, missing: Sequence[int], operation: str, number: int, seconds: float):
+        ranks = ", ".join(map(str, missing)) or "unknown"
+        what = f"Rank {ranks} did not join {operation} number {number} within {seconds:g} s."
+        super().__init__("rank_timeout", what, "The group of ranks is rebuilt; look at that rank's log.")
+        self.missing = tuple(missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +83,21 @@ class Alone:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns x: the sum over one rank."""
         return x
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return x
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
+    def send(self, x: Tensor, target: int) -> None:
+        raise AssertionError("a group of one rank has no other rank to send to")
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        raise AssertionError("a group of one rank has no other rank to receive from")
 
 
 ALONE = Alone()

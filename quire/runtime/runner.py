@@ -22,7 +22,7 @@ from quire.runtime.store import CacheStore
 from quire.sampling.batch import Batch, Histories
 from quire.sampling.logprobs import Logprobs, prompt_logprobs, to_records
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import Sampled, Sampler, start_copy, to_host
+from quire.sampling.sampler import Sampled, TokenSampler, start_copy, to_host
 from quire.types import Plan, PlanRow, StepOutput
 
 
@@ -63,7 +63,7 @@ class Runner:
         store: CacheStore,
         rows: DeviceRows,
         sampling: SamplingRows,
-        sampler: Sampler,
+        sampler: TokenSampler,
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
         *,

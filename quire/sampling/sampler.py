@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +50,14 @@ class HostSampled:
 
 # logits [samples, vocab], keys, positions, inverse temperatures (0: greedy), packed mask -> tokens, bad
 Choice = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+class TokenSampler(Protocol):
+    """What the runtime calls: a `Sampler`, or one that shares its tokens with other ranks."""
+
+    def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
+        """Samples a token for each row of `logits` [samples, vocab]; see `Sampler.sample`."""
+        ...
 
 
 class Sampler:

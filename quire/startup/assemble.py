@@ -22,6 +22,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.speculation.build import make_drafter
 from quire.engine.speculation.seam import Drafter
 from quire.engine.trace import NO_TRACE, FileTracer
+from quire.engine.workers import Workers
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles
 from quire.kernels.table import (
@@ -53,7 +54,7 @@ from quire.runtime.runner import Runner
 from quire.runtime.store import CacheStore
 from quire.sampling.fused import ALL_KERNELS, INEXACT_KERNELS
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import Sampler
+from quire.sampling.sampler import Sampler, TokenSampler
 from quire.sampling.trial import settle_sampling
 from quire.startup import Compilers
 from quire.startup.cache_plan import allocate_cache, find_files, plan_model_memory
@@ -209,17 +210,46 @@ def build_model_engine(
 ) -> tuple[Engine, MemoryPlan]:
     """Returns the engine of a loaded model. `on_failure`: called when a step fails, see `GuardedWorkers`. `drafter`:
     None for that of the config. `draft`: the draft network, if there is one."""
+    runner, memory = build_runner(model, config, max_model_len, device, weights=weights, findings=findings, draft=draft)
+    workers = GuardedWorkers(runner, device, on_failure=on_failure)
+    if drafter is None:
+        drafter = make_drafter(config.engine.speculate, draft.name if draft is not None else None)
+    return engine_of(workers, memory, config, device, drafter), memory
+
+
+def engine_of(
+    workers: Workers, memory: MemoryPlan, config: Config, device: torch.device, drafter: Drafter | None = None
+) -> Engine:
+    """Returns an engine whose steps these workers run, and whose cache has the planned size."""
+    host = list(memory.num_host_units) if memory.num_host_units else None
+    cache = CacheIndex(list(memory.specs), list(memory.num_units), host, prefix_cache=config.cache.prefix_cache)
+    tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
+    limits = resolve_limits(config, device)
+    scheduler = Scheduler(cache, limits, drafter=drafter)
+    return Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
+
+
+def build_runner(
+    model: Model,
+    config: Config,
+    max_model_len: int,
+    device: torch.device,
+    *,
+    weights: int = 0,
+    findings: Findings | None = None,
+    draft: LoadedDraft | None = None,
+    share_samples: Callable[[Sampler], TokenSampler] | None = None,
+) -> tuple[Runner, MemoryPlan]:
+    """Returns what executes plans on this device, and the plan of its memory. `share_samples`: wraps the sampler of a
+    rank, so that all ranks of a group get the same tokens."""
     limits = resolve_limits(config, device)
     network = draft.network if draft is not None else None
     available = available_memory(device)
     memory = plan_model_memory(model, config, limits, device, available, weights, max_model_len, network)
     checksums = config.cache.swap_checksums
     store, memory = allocate_cache(memory, device, device.type == "cpu" if checksums is None else checksums)
-    host = list(memory.num_host_units) if memory.num_host_units else None
-    specs, units = list(model.specs), list(memory.num_units)
     draft_specs = network.specs if network is not None else []
-    cache = CacheIndex([*specs, *draft_specs], units, host, prefix_cache=config.cache.prefix_cache)
-    rows = DeviceRows(limits.max_rows, max_model_len, specs, device, draft_specs)
+    rows = DeviceRows(limits.max_rows, max_model_len, list(model.specs), device, draft_specs)
     sampling_ops = try_sampling_ops(model, config, device, device, findings)
     # Captured steps use the sampler's kernels, so they are impossible without these.
     row_ops = None if sampling_ops is None else try_row_ops(model, config, max_model_len, device, device, findings)
@@ -229,23 +259,19 @@ def build_model_engine(
     choice = select_choice(device.type, config.engine.kernels)
     sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _required_kernels(config))
     proposals = Proposals(network, store.tensors, rows, sampling, sampler) if network is not None else None
+    shared: TokenSampler = sampler if share_samples is None else share_samples(sampler)
     runner = Runner(
         model,
         store,
         rows,
         sampling,
-        sampler,
+        shared,
         graphs,
         mixed,
         proposals=proposals,
         max_batch_tokens=limits.max_batch_tokens,
     )
-    workers = GuardedWorkers(runner, device, on_failure=on_failure)
-    tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
-    name = draft.name if draft is not None else None
-    scheduler = Scheduler(cache, limits, drafter=drafter or make_drafter(config.engine.speculate, name))
-    engine = Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
-    return engine, memory
+    return runner, memory
 
 
 def _grammar_queue(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarQueue | None:

@@ -162,9 +162,7 @@ class DeepSeekModel(nn.Module, Model):
         mixture = 0 if config.moe is None else moe_activations(config.moe)
         blocks = max(shape.activation_elements, 3 * config.dense_width, mixture)
         self.activation_elements = 4 * shape.width + blocks
-        self.specs = [
-            latent_spec(shape, config.form, tuple(range(config.num_layers)), build.cache_dtype, build.page_tokens)
-        ]
+        self.specs = [latent_spec(shape, config.form, tuple(range(config.num_layers)), build)]
         self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, build, config.embedding_scale)
         self.layers = nn.ModuleList(DeepSeekLayer(index, config, build) for index in range(config.num_layers))
         self.norm = RMSNorm("model.norm", shape.width, config.norm_eps, build)

@@ -47,7 +47,7 @@ def granite_mixture(
     experts = Experts.from_two(*names.of_two(), shape, build, _Flat(scale), apart)
     shared = None
     if shape.shared_width:
-        shared = granite_shared(layer, None, shape.width, shape.shared_width, scale, build)
+        shared = granite_shared(layer, None, shape.width, shape.shared_width, scale, build, reduces=False)
     return MoE(names, norm, shape, build=build, experts=experts, shared=shared)
 
 
@@ -58,9 +58,11 @@ def granite_shared(
     inner_width: int,
     scale: ScaleTensor | None,
     build: Build,
+    reduces: bool = True,
 ) -> GatedMLP:
+    """Builds a shared block. `reduces`: see `GatedMLP`."""
     prefix = f"{layer}.shared_mlp"
-    block = GatedMLP(prefix, norm, width, inner_width, bias=False, build=build, names=SHARED_NAMES)
+    block = GatedMLP(prefix, norm, width, inner_width, bias=False, build=build, names=SHARED_NAMES, reduces=reduces)
     add_other_names(block.gate_up, *(f"{prefix}.{name}" for name in OTHER_NAMES))
     set_forms(block.down, (scale,))
     return block

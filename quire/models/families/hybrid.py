@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from quire.kernels.recurrent_types import ConvShape, RecurrentShape
@@ -114,7 +113,7 @@ class HybridModel(nn.Module, Model):
         self.max_positions = shape.max_positions
         self.activation_elements = activation_elements
         self.rope = rope
-        self.specs = _cache_specs(shape, build.cache_dtype, build.page_tokens)
+        self.specs = _cache_specs(shape, build)
         self._spec_of = {spec.kind: spec for spec in self.specs}
         self.kinds = shape.blocks
         self._last_mixer = max(place for place, kind in enumerate(shape.blocks) if kind != "plain")
@@ -166,7 +165,7 @@ class HybridModel(nn.Module, Model):
         return self.head(hidden)
 
 
-def _cache_specs(shape: HybridShape, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
+def _cache_specs(shape: HybridShape, build: Build) -> list[CacheSpec]:
     places = {
         kind: tuple(place for place, other in enumerate(shape.blocks) if other in keeping)
         for kind, keeping in KINDS_OF_CACHE.items()
@@ -174,20 +173,19 @@ def _cache_specs(shape: HybridShape, dtype: torch.dtype, page_tokens: int) -> li
     specs = []
     if places["attention"]:
         assert shape.attention is not None
-        specs.append(_paged_spec(shape.attention, places["attention"], dtype, page_tokens))
+        specs.append(_paged_spec(shape.attention, places["attention"], build))
     if places["recurrent"]:
         assert shape.recurrent is not None
-        specs.append(state_spec(STATE, places["recurrent"], shape.recurrent.slot_elements, page_tokens))
+        specs.append(state_spec(STATE, places["recurrent"], shape.recurrent.slot_elements, build.page_tokens))
     return specs
 
 
-def _paged_spec(
-    attention: AttentionShape | LatentShape, layers: tuple[int, ...], dtype: torch.dtype, page_tokens: int
-) -> CacheSpec:
+def _paged_spec(attention: AttentionShape | LatentShape, layers: tuple[int, ...], build: Build) -> CacheSpec:
     if isinstance(attention, LatentShape):
-        return latent_spec(attention, "absorbed", layers, dtype, page_tokens)
-    entry, name = (attention.num_kv_heads, attention.head_dim), str(dtype).removeprefix("torch.")
-    return CacheSpec(ATTENTION, "paged", layers, entry, name, page_tokens=page_tokens)
+        return latent_spec(attention, "absorbed", layers, build)
+    share = build.heads(attention.num_heads, attention.num_kv_heads)
+    entry, name = (share.num_kv_heads, attention.head_dim), str(build.cache_dtype).removeprefix("torch.")
+    return CacheSpec(ATTENTION, "paged", layers, entry, name, page_tokens=build.page_tokens)
 
 
 def block_activations(shape: HybridShape, inner_width: int) -> int:

@@ -117,7 +117,7 @@ class OlmoHybridModel(HybridModel):
                 )
             if place % 2:
                 return feed_forward(layer, None, ResidualJoin(norm(layer, "post_feedforward_layernorm")))
-            heads = WideQKNorm(f"{layer}.self_attn", head_rows, kv_rows, shape.norm_eps, build)
+            heads = WideQKNorm(f"{layer}.self_attn", head_rows, kv_rows, attention.head_dim, shape.norm_eps, build)
             return Attention(
                 f"{layer}.self_attn",
                 None,

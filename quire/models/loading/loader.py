@@ -38,6 +38,7 @@ from quire.models.model import Model
 from quire.models.packed import read_quantization
 from quire.models.quantized import check_quantized, list_unquantized
 from quire.models.registry import find_family, find_model_type
+from quire.parallel.communicator import ALONE, Communicator
 from quire.types import QuireError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,11 +76,12 @@ def load_model(
     deterministic: bool = False,
     findings: Findings | None = None,
     progress: Progress | None = None,
+    communicator: Communicator = ALONE,
 ) -> LoadedModel:
     """Reads the config, builds the model on meta, checks that it fits in memory and fills its weights.
 
     Whatever is wrong with the files is a QuireError. `findings`: results of trials at an earlier start, which this
-    start extends.
+    start extends. `communicator`: the ranks that share the model; this one reads its own share of the weights.
     """
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
@@ -96,6 +98,7 @@ def load_model(
         strict_kernels=strict_kernels,
         deterministic=deterministic,
         findings=findings,
+        communicator=communicator,
     )
     in_blocks = keeps_blocks(model, dtype, hf_config)
     dtype = resolve_dtype(dtype, device, hf_config)
@@ -143,6 +146,7 @@ def build_tried_model(
     strict_kernels: bool,
     deterministic: bool,
     findings: Findings | None = None,
+    communicator: Communicator = ALONE,
 ) -> tuple[Any, Any]:
     """Returns the model on meta, built with the ops that passed their trials, and its config.
 
@@ -166,6 +170,7 @@ def build_tried_model(
         page_tokens=page_tokens,
         quant=quant,
         kv_dtype=kv_dtype,
+        communicator=communicator,
     )
     model, config = build(ops=ops)
     trials = Trials(
@@ -223,6 +228,7 @@ def build_model(
     kv_dtype: str = "auto",
     ops: Ops | None = None,
     at: torch.device | None = None,
+    communicator: Communicator = ALONE,
 ) -> tuple[Any, Any]:
     """Returns the model on meta, without memory for weights, and its config. `ops`: the device's own by default; `at`:
     the device of the model's own tables, `device` by default.
@@ -236,7 +242,7 @@ def build_model(
         ops = REFERENCE
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
-    build = Build(compute_dtype, cache_dtype, at or device, page_tokens, ops, Schemes(scheme))
+    build = Build(compute_dtype, cache_dtype, at or device, page_tokens, ops, Schemes(scheme), communicator)
     with _one_line_errors(model_type):
         model = family(config, build=build)
     check_quantized(model, quant)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
@@ -131,7 +130,7 @@ class DenseModel(nn.Module, Model):
         gates = 0 if config.attention_names.gate is None else config.num_heads
         heads = (2 * config.num_heads + 2 * config.num_kv_heads + gates) * config.head_dim
         self.activation_elements = 4 * config.width + max(heads, 3 * config.inner_width)
-        self.specs = _cache_specs(config, build.cache_dtype, build.page_tokens)
+        self.specs = _cache_specs(config, build)
         places = {layer: (spec.group, place) for spec in self.specs for place, layer in enumerate(spec.layers)}
         names, vocab_size, width = config.names, config.vocab_size, config.width
         self.embedding = Embedding(names.embedding, vocab_size, width, build, config.embedding_scale)
@@ -231,8 +230,9 @@ def has_native_attention(config: DenseConfig) -> bool:
     return config.num_heads // config.num_kv_heads <= MAX_GROUP
 
 
-def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
+def _cache_specs(config: DenseConfig, build: Build) -> list[CacheSpec]:
     """Returns one cache group per window size: full-attention layers are one, layers with a window another."""
+    num_kv_heads = build.heads(config.num_heads, config.num_kv_heads).num_kv_heads
     specs = []
     for window in sorted(set(config.windows), key=lambda window: window or 0):
         specs.append(
@@ -240,9 +240,9 @@ def _cache_specs(config: DenseConfig, dtype: torch.dtype, page_tokens: int) -> l
                 group="full" if window is None else "window",
                 kind="paged",
                 layers=tuple(index for index, other in enumerate(config.windows) if other == window),
-                shape=(config.num_kv_heads, config.head_dim),
-                dtype=str(dtype).removeprefix("torch."),
-                page_tokens=page_tokens,
+                shape=(num_kv_heads, config.head_dim),
+                dtype=str(build.cache_dtype).removeprefix("torch."),
+                page_tokens=build.page_tokens,
                 window=window,
             )
         )
@@ -279,5 +279,5 @@ def _qk_norm(
             return PostRopeQKNorm(prefix, config.head_dim, style.eps, build, order=order, names=names)
         case "wide":
             q_width, k_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-            return WideQKNorm(prefix, q_width, k_width, style.eps, build, order)
+            return WideQKNorm(prefix, q_width, k_width, config.head_dim, style.eps, build, order)
     return None

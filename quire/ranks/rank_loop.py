@@ -1,0 +1,59 @@
+"""What one rank runs: it reads plans and masks from its link, executes them in order, and answers if it is the rank
+that samples. It decides nothing.
+
+A rank that fails sends a `RankFailure` and ends, because its place in the group's sequence of collectives is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.engine.host.step_messages import StepMasks, StepWriter, workers_reader
+from quire.engine.workers import Workers
+from quire.types import Plan
+
+
+class RankLink(Protocol):
+    """A rank's connection to its engine."""
+
+    def read(self) -> bytes | None:
+        """Returns the next frame; None: the group has ended."""
+        ...
+
+    def write(self, frame: bytes) -> None: ...
+
+
+@dataclass(slots=True)
+class _Forwarded:
+    plan: Plan
+    forward: Any
+
+
+@dataclass(slots=True)
+class RankLoop:
+    """Executes the plans of an engine on one rank."""
+
+    workers: Workers  # of this rank alone
+    link: RankLink
+    answers: bool  # whether this rank's outputs are the group's
+    _unsampled: deque[_Forwarded] = field(default_factory=deque)  # forward passes whose masks have not come
+
+    def run(self) -> None:
+        """Runs until the link ends."""
+        reader, writer = workers_reader(), StepWriter()
+        while (frame := self.link.read()) is not None:
+            message = reader.read(frame)
+            if isinstance(message, Plan):
+                self._unsampled.append(_Forwarded(message, self.workers.forward(message)))
+                if message.may_mask:
+                    continue
+                masks = None
+            else:
+                assert isinstance(message, StepMasks)
+                masks = message.masks
+            step = self._unsampled.popleft()
+            output = self.workers.sample(step.forward, masks).wait()
+            if self.answers:
+                self.link.write(writer.write(output))

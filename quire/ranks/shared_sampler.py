@@ -1,0 +1,36 @@
+"""Sampling in a group of ranks: one rank samples, the others get its tokens.
+
+`Runner` calls either of these in place of a `Sampler`. Ranks never sample on their own, because their logits may differ
+in the last bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.parallel import Communicator
+from quire.sampling.batch import Batch, Histories
+from quire.sampling.sampler import Sampled, Sampler
+
+BAD = -1  # stands for the token of a sample that can't be drawn
+
+
+class SharedSampler:
+    """Samples on rank `source` of a group and gives its tokens to all ranks."""
+
+    def __init__(self, sampler: Sampler, communicator: Communicator, source: int):
+        self._sampler = sampler
+        self._communicator = communicator
+        self._source = source
+
+    def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
+        """As `Sampler.sample`. Other ranks than the source read no logits and return no logprobs."""
+        if self._communicator.rank == self._source:
+            sampled = self._sampler.sample(logits, batch, histories, mask)
+            self._communicator.broadcast(torch.where(sampled.bad, BAD, sampled.tokens), self._source)
+            return sampled
+        empty = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        tokens = self._communicator.broadcast(empty, self._source)
+        bad = tokens == BAD
+        return Sampled(tokens.masked_fill(bad, 0), bad, None)

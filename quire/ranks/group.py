@@ -10,7 +10,7 @@ from quire.engine.host.step_messages import StepMasks, StepWriter, engine_reader
 from quire.types import Plan, StepOutput
 
 
-class EngineLink(Protocol):
+class RankConnection(Protocol):
     """The engine's connection to one rank."""
 
     def write(self, frame: bytes) -> None: ...
@@ -25,7 +25,7 @@ class EngineLink(Protocol):
 class RankGroup:
     """Implements `Workers`."""
 
-    def __init__(self, links: Sequence[EngineLink], answering: int):
+    def __init__(self, links: Sequence[RankConnection], answering: int):
         """`links`: one per rank. `answering`: index of the rank that sends outputs."""
         self._links = list(links)
         self._answering = answering

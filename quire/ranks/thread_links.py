@@ -38,7 +38,7 @@ class ThreadLink:
 
 
 class _EngineEnd:
-    """Implements `EngineLink`."""
+    """Implements `RankConnection`."""
 
     def __init__(self, link: ThreadLink):
         self._link = link

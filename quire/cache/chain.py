@@ -27,8 +27,10 @@ def link_key(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
 
 
-def last_link_key(parent: bytes, tokens: bytes) -> bytes:
-    """Return the key after `tokens`, a whole number of links."""
-    for begin in range(0, len(tokens), LINK_BYTES):
+def link_keys(parent: bytes, tokens: bytes) -> list[bytes]:
+    """Return the key of each link of `tokens`, a whole number of links that follow the link or root `parent`."""
+    keys = []
+    for begin in range(0, len(tokens), LINK_BYTES):  # no call of `link_key`: a long prompt has thousands of links
         parent = blake2b(parent + tokens[begin : begin + LINK_BYTES], digest_size=KEY_BYTES).digest()
-    return parent
+        keys.append(parent)
+    return keys

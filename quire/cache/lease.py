@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.cache.chain import LINK_TOKENS, last_link_key, link_key, root_key
+from quire.cache.chain import LINK_TOKENS, link_key, link_keys, root_key
 from quire.cache.tree import PrefixTree
 from quire.types import Request, TokenArray, pack_tokens
 from quire.types.plans import TOKEN_BYTES
@@ -86,11 +86,17 @@ class Lease:
             return
         parent = self.keys[-1] if self.keys else self.root
         node = None if tree is None else tree.find(parent)
-        for page in self.pages(tokens, first, last):
-            if node is not None:
-                node = node.children.get(page)
-            parent = last_link_key(parent, page) if node is None else node.key
-            self.keys.append(parent)
+        for page in () if node is None else self.pages(tokens, first, last):
+            node = None if node is None else node.children.get(page)
+            if node is None:
+                break
+            self.keys.append(node.key)
+        first = len(self.keys)
+        if first < last:
+            size, parent = self.page_tokens, self.keys[-1] if self.keys else self.root
+            links = link_keys(parent, self.pack(tokens)[first * size : last * size].tobytes())
+            per_page = size // LINK_TOKENS
+            self.keys += links[per_page - 1 :: per_page]
 
     def _extend_uneven(self, tokens: list[int], first: int, last: int) -> None:
         """Extend `keys` where a page may end inside a link: its key covers the link's tokens up to there."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from quire.cache.chain import LINK_TOKENS, last_link_key, link_key, root_key
+from quire.cache.chain import LINK_TOKENS, link_key, link_keys, root_key
 from quire.cache.index import CacheIndex
 from quire.cache.lease import Lease
 from quire.cache.pool import Pool
@@ -116,7 +116,7 @@ def test_keys_are_equal_whatever_the_page_size() -> None:
             assert found == at.setdefault(end, found), f"page size {size} disagrees at {end}"
             assert end not in links or found == links[end], f"page size {size} has another link at {end}"
     assert len(set(at.values())) == len(at)
-    assert last_link_key(links[16], data[64 : 4 * 64]) == links[64]
+    assert link_keys(links[16], data[64 : 4 * 64]) == [links[32], links[48], links[64]]
 
 
 def test_a_root_tells_weights_adapter_and_salt_apart() -> None:

@@ -71,7 +71,8 @@ class CacheConfig:
     memory_fraction: float = knob(0.9, "fraction of the device's free memory for the KV cache", low=0.01, high=1.0)
     num_pages: int | None = knob(None, "number of KV cache pages, overriding the size by memory", low=2)
     num_slots: int | None = knob(None, "number of recurrent state slots, overriding the size by memory", low=3)
-    host_memory: int | None = knob(None, "host memory for preempted requests", low=0, unit="bytes")
+    host_memory: int | None = knob(None, "host memory for preempted requests and evicted KV cache", low=0, unit="bytes")
+    host_cache: bool = knob(True, "keep KV cache evicted from the device in host memory")
     swap_checksums: bool | None = knob(
         None, "checksum the pages of preempted requests in host memory (default: only on a CPU)"
     )

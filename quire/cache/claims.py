@@ -24,11 +24,11 @@ class Claims:
         return (request.prompt_len - 1) // self._page_tokens * self._page_tokens
 
     def announce(self, request: Request) -> None:
-        """Claim the pages after `computed` and the tail, except those that another request has claimed."""
+        """Claim the pages that are not in the tree and the tail, except those that another request has claimed."""
         lease = lease_of(request)
         last = self.tail_start(request) // self._page_tokens
         lease.extend_keys(request.tokens, last)
-        for key in [*lease.keys[request.computed // self._page_tokens : last], self._tail_key(request)]:
+        for key in [*lease.keys[lease.num_inserted : last], self._tail_key(request)]:
             if key not in self._owners:
                 self._owners[key] = request
                 lease.claimed.append(key)

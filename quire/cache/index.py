@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from quire.cache.claims import Claims
 from quire.cache.lease import Lease, Snapshot, lease_of
-from quire.cache.match import CacheStats, Lookup, Match
+from quire.cache.match import CacheStats, Loads, Lookup, Match
+from quire.cache.memory import unit_bytes
 from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
+from quire.cache.tiers.host import HostTier
+from quire.cache.tiers.seam import BlockId
 from quire.cache.tree import ABSENT, Node, PrefixTree
 from quire.cache.unit_ledger import UnitLedger
 from quire.cache.windows import WindowPages
@@ -31,9 +34,11 @@ class CacheIndex:
         num_host_units: list[int] | None = None,
         *,
         prefix_cache: bool = True,
+        host_cache: bool = True,
         weights: bytes = b"",
     ):
-        """`weights`: the version of the model's weights, by which all prefixes are named."""
+        """`host_cache`: keep evicted blocks in host memory. `weights`: the version of the model's weights, by which all
+        prefixes are named."""
         assert len({spec.page_tokens for spec in specs}) == 1, "page_tokens is one number per model"
         self.specs = specs
         self.page_tokens = specs[0].page_tokens
@@ -42,11 +47,13 @@ class CacheIndex:
         self.stats = CacheStats()
         self.paged = [g for g, spec in enumerate(specs) if spec.kind == "paged"]
         self.state = [g for g, spec in enumerate(specs) if spec.kind == "state"]
-        self.can_swap = num_host_units is not None and all(n > 1 for n in num_host_units)
+        self._host_cache = host_cache
+        self.host = HostTier(num_host_units, [unit_bytes(s) for s in specs], keeps_blocks=host_cache and prefix_cache)
+        self.can_swap = self.host.has_units
         self._snapshots = SnapshotRule([specs[g] for g in self.state]) if self.state else None
         leaf_first = [spec.kind == "paged" and spec.window is None for spec in specs]
         self.tree = PrefixTree(len(specs), leaf_first, [spec.kind == "state" for spec in specs])
-        self.ledger = UnitLedger(self.tree, num_units, num_host_units, self.stats)
+        self.ledger = UnitLedger(self.tree, num_units, self.host, self.stats)
         self._windows = WindowPages(specs, self.tree, self.ledger)
         self.windowed = self._windows.groups
         self._lookup = Lookup(specs, self.tree)
@@ -61,8 +68,10 @@ class CacheIndex:
     def empty_copy(self) -> CacheIndex:
         """Return an empty index of the same sizes. Units that await zeroing are zeroed by its first plan."""
         sizes = [pool.num_units for pool in self.pools]
-        host = [pool.num_units for pool in self.ledger.host_pools] if self.can_swap else None
-        new = CacheIndex(self.specs, sizes, host, prefix_cache=self.prefix_cache, weights=self.weights)
+        host = [pool.num_units for pool in self.host.pools] if self.can_swap else None
+        new = CacheIndex(
+            self.specs, sizes, host, prefix_cache=self.prefix_cache, host_cache=self._host_cache, weights=self.weights
+        )
         new._to_clear = self._to_clear
         return new
 
@@ -111,11 +120,12 @@ class CacheIndex:
         nothing.
         """
         lease = lease_of(request)
-        match = self.match(request)
+        found = self.match(request)
+        match = self._with_host(request, found)
         source = self._fork_source(request, match)
         for group in self.paged:
             self._share_matched(lease, group, match)
-        if not self._has_room(lease, len(request.tokens), margin):
+        if not self._has_room(lease, len(request.tokens), margin, match.loads):
             self._unshare(lease)
             return False
         if match.nodes:
@@ -124,10 +134,14 @@ class CacheIndex:
             match.nodes[-1].spare = False
         self._leases.add(lease)
         request.computed = match.length
-        lease.num_inserted = match.length // self.page_tokens
+        lease.num_inserted = match.num_on_device(self.paged, self.page_tokens)
         self._windows.mark_start(match)
         lease.fork_point = (self._snapshots or self._windows).fork_point(match)
+        if match.loads:
+            self._load(lease, match, plan)
         for group in self.state:
+            if match.loads.get(group):
+                continue
             snapshot = match.nodes[-1].units[group] if match.nodes else ABSENT
             slot = self.ledger.take(group)
             lease.units[group] = [slot]
@@ -145,6 +159,7 @@ class CacheIndex:
             self._copy_tail(request, source, plan)
         self.stats.lookup_tokens += len(request.tokens)
         self.stats.hit_tokens += request.computed
+        self.stats.loaded_tokens += match.length - found.length
         if self._may_share(request):
             self.claims.announce(request)
         return True
@@ -200,13 +215,13 @@ class CacheIndex:
         num_pages = -(-request.computed // self.page_tokens)
         wanted = [units[:num_pages] if g in self.paged else units for g, units in enumerate(lease.units)]
         counts = [sum(unit != ABSENT for unit in units) for units in wanted]
-        if any(count > pool.num_free for count, pool in zip(counts, self.ledger.host_pools, strict=True)):
+        if any(count > self.host.num_takeable(group) for group, count in enumerate(counts)):
             return False
         host: list[list[int]] = []
         for group, units in enumerate(wanted):
             moved = []
             for unit in units:
-                target = ABSENT if unit == ABSENT else self.ledger.host_pools[group].take()
+                target = ABSENT if unit == ABSENT else self.host.take(group)
                 moved.append(target)
                 if unit != ABSENT:
                     plan.copies.append(Copy(CopyKind.OUT, group, unit, target))
@@ -247,6 +262,19 @@ class CacheIndex:
         self._drop_host(lease, plan.step)
         self._leases.add(lease)
         return True
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether blocks wait for a plan that copies them to the host."""
+        return self.host.has_stores
+
+    def finish(self, plan: Plan) -> None:
+        """Complete a plan, which takes no further unit: blocks evicted for it are copied before all else."""
+        self.host.take_stores(plan)
+
+    def abandon(self) -> None:
+        """Forget what the copies of all steps in flight were to store, because they failed and will not commit."""
+        self.host.abandon()
 
     # -- committing -----------------------------------------------------------------------------------------------
 
@@ -325,12 +353,38 @@ class CacheIndex:
         units = [self.pools[g].num_units - 1 for g in self.paged if g not in self.windowed]
         return min(units) * self.page_tokens if units else 1 << 62
 
+    def _with_host(self, request: Request, match: Match) -> Match:
+        """Extend a match by what host memory has."""
+        if not self.host.num_blocks or not self._may_share(request):
+            return match
+        max_pages = (len(request.tokens) - 1) // self.page_tokens
+        return self._lookup.with_host(lease_of(request).keys[:max_pages], match, self.host)
+
+    def _load(self, lease: Lease, match: Match, plan: Plan) -> None:
+        """Take units for what the device lacks of a match, and add copies from host memory to the plan."""
+        wanted = [(BlockId(lease.keys[i], group), i) for group, loads in match.loads.items() for i in loads]
+        held = self.host.hold([block for block, _ in wanted])  # taking units may evict other blocks
+        for block, index in wanted:
+            unit = self.ledger.take(block.group)
+            if block.group in self.paged:
+                lease.units[block.group][index] = unit
+            else:
+                lease.units[block.group] = [unit]
+            self.host.load(block, unit)
+        self.host.release(held)
+        self.host.take_loads(plan)
+
     def _share_matched(self, lease: Lease, group: int, match: Match) -> None:
         """Reference the matched pages in the lease, except pages that a window no longer covers."""
         first = 0
         if group in self.windowed:
             first = max(0, match.length - (self.specs[group].window or 0) + 1) // self.page_tokens
-        units = [ABSENT] * min(first, len(match.nodes)) + [node.units[group] for node in match.nodes[first:]]
+        if match.loads:  # ABSENT stands for the pages to load
+            loads, num_pages = match.loads.get(group, {}), match.length // self.page_tokens
+            units = [ABSENT] * min(first, num_pages)
+            units += [ABSENT if i in loads else match.nodes[i].units[group] for i in range(first, num_pages)]
+        else:
+            units = [ABSENT] * min(first, len(match.nodes)) + [node.units[group] for node in match.nodes[first:]]
         self.ledger.share_from_tree(group, _present(units))
         lease.units[group] += units
 
@@ -339,10 +393,10 @@ class CacheIndex:
             self.ledger.drop(group, _present(lease.units[group]))
             lease.units[group].clear()
 
-    def _has_room(self, lease: Lease, num_tokens: int, margin: int) -> bool:
+    def _has_room(self, lease: Lease, num_tokens: int, margin: int, loads: Loads | None = None) -> bool:
         need = -(-num_tokens // self.page_tokens)
         for group in self.paged:
-            wanted = need - len(lease.units[group])
+            wanted = need - len(lease.units[group]) + len(loads.get(group, ()) if loads else ())
             if group in self.windowed:  # a window releases older pages during prefill
                 wanted = min(wanted, self._windows.max_pages(group))
             if wanted + margin > self.free_for(lease, group):

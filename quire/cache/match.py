@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire.cache.tiers.host import HostTier
+from quire.cache.tiers.seam import BlockId
 from quire.cache.tree import ABSENT, Node, PrefixTree
 from quire.types import CacheSpec
+
+Loads = dict[int, dict[int, int]]  # group -> page index -> host unit
 
 
 @dataclass(slots=True)
@@ -16,6 +20,13 @@ class Match:
     length: int = 0
     reach: int = 0  # length the full-attention groups have; beyond `length` where a snapshot or window is missing
     nodes: list[Node] = field(default_factory=list)
+    # What the device lacks; a state's snapshot at the last page. With loads `nodes` ends where a page has no node.
+    loads: Loads = field(default_factory=dict)
+
+    def num_on_device(self, groups: Sequence[int], page_tokens: int) -> int:
+        """Return how many of the pages these groups need not load any of."""
+        firsts = [min(self.loads[group]) for group in groups if self.loads.get(group)]
+        return min([self.length // page_tokens, *firsts])
 
 
 class Lookup:
@@ -59,6 +70,44 @@ class Lookup:
                 best = num_pages
         return Match(best * self._page_tokens, len(nodes) * self._page_tokens, nodes[:best])
 
+    def with_host(self, keys: Sequence[bytes], found: Match, host: HostTier) -> Match:
+        """Return the longest prefix that device and host memory have together; `found` if the host adds nothing."""
+        if not host.num_blocks or (self._simple is not None and not self._goes_on(keys, found, host)):
+            return found
+        nodes: list[Node] = []
+        best, reach, size = found.length // self._page_tokens, 0, self._page_tokens
+        runs = dict.fromkeys(self._window_pages, 0)
+        for num_pages, key in enumerate(keys, start=1):
+            node = self._tree.get(key)
+
+            def has(group: int, node: Node | None = node, key: bytes = key) -> bool:
+                return (node is not None and node.units[group] != ABSENT) or host.has(BlockId(key, group))
+
+            if not all(map(has, self._full)):
+                break
+            if node is not None and len(nodes) == num_pages - 1:
+                nodes.append(node)
+            reach = num_pages
+            for group in runs:
+                runs[group] = runs[group] + 1 if has(group) else 0
+            windows = all(runs[group] >= min(num_pages, count) for group, count in self._window_pages.items())
+            if num_pages > best and windows and all(map(has, self._state)):
+                best = num_pages
+        if best * size == found.length:
+            return found
+        match = Match(best * size, max(reach * size, found.reach) if self._full else best * size, nodes[:best])
+        firsts = dict.fromkeys(self._full, 0) | dict.fromkeys(self._state, best - 1)
+        firsts |= {group: max(0, best - count) for group, count in self._window_pages.items()}
+        for group, first in firsts.items():
+            lacking = [i for i in range(first, best) if i >= len(nodes) or nodes[i].units[group] == ABSENT]
+            match.loads[group] = {i: host.unit_of(BlockId(keys[i], group)) for i in lacking}
+        return match
+
+    def _goes_on(self, keys: Sequence[bytes], found: Match, host: HostTier) -> bool:
+        """Whether the host has the page that follows a match of a model with full attention alone."""
+        index = found.length // self._page_tokens
+        return index < len(keys) and host.has(BlockId(keys[index], self._full[0]))
+
     def _offers(self, node: Node, num_pages: int, runs: dict[int, int]) -> bool:
         """Whether windows and states can continue after this page."""
         for group, window_pages in self._window_pages.items():
@@ -73,6 +122,7 @@ class CacheStats:
 
     lookup_tokens: int = 0
     hit_tokens: int = 0
+    loaded_tokens: int = 0  # of `hit_tokens`, those that the device alone did not have
     evicted_units: int = 0
     swapped_out: int = 0
     swapped_in: int = 0

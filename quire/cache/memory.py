@@ -64,7 +64,7 @@ class MemoryPlan:
                 what = f"{(count - 1) * spec.page_tokens} tokens: {count - 1} pages of {spec.page_tokens}"
             what += f", {_bytes(unit_bytes(spec))} each"
             rows.append((f"cache '{spec.group}'", unit_bytes(spec) * count, what))
-        rows.append(("host swap", self.host, "for preempted requests, taken when used"))
+        rows.append(("host", self.host, "for preempted requests and evicted pages, taken when used"))
         lines = [f"{name:<18} {_bytes(size):>10}  {note}".rstrip() for name, size, note in rows]
         lines.append(f"{'available':<18} {_bytes(self.available):>10}  on {self.device}")
         return lines + [f"note: {note}" for note in self.notes]
@@ -176,7 +176,7 @@ class _GroupShares:
         self._paged = [spec for spec in specs if spec.kind == "paged"]
         self._all_windowed = all(spec.window is not None for spec in self._paged)
         size = specs[0].page_tokens
-        self._conversation = -(-min(max_model_len, CONVERSATION_TOKENS) // size)
+        self.conversation_pages = -(-min(max_model_len, CONVERSATION_TOKENS) // size)
         self._pages_in_flight = STEPS_PER_WINDOW_POOL * -(-max_batch_tokens // size)
         self._max_rows = max_rows
 
@@ -185,7 +185,7 @@ class _GroupShares:
         if spec.window is None or self._all_windowed:
             return num_pages
         least = _least_pages(spec)
-        share = -(-num_pages * CONVERSATION_WINDOWS * least // self._conversation)
+        share = -(-num_pages * CONVERSATION_WINDOWS * least // self.conversation_pages)
         return min(num_pages, max(share, self._pages_in_flight + self._max_rows * least))
 
     def size(self, num_pages: int) -> int:
@@ -267,12 +267,20 @@ def _host_units(
     max_rows: int,
     shares: _GroupShares,
 ) -> tuple[int, ...] | None:
-    """Return the host units for preempted requests, at most as many pages as the device has; None: no swap."""
+    """Return the units in host memory, for preempted requests and evicted blocks; None: there is no room.
+
+    Without `host_memory` they are at most as many pages as the device has.
+    """
     budget = config.host_memory
     if budget is None:
         budget = min(int(available * HOST_SHARE), HOST_LIMITS.get(device, GIB))
     num_slots = min(max_rows + 1, budget // (2 * slot)) if slot else 0
-    pages = min(num_pages, shares.max_pages(budget - num_slots * slot))
+    if slot and config.host_memory is not None:
+        conversation = shares.conversation_pages * shares.page_bytes + CONVERSATION_SLOTS * slot
+        num_slots = max(num_slots, min(budget * CONVERSATION_SLOTS // conversation, budget // (2 * slot)))
+    pages = shares.max_pages(budget - num_slots * slot)
+    if config.host_memory is None:
+        pages = min(num_pages, pages)
     units = tuple(shares.pages(s, pages) if s.kind == "paged" else num_slots for s in specs)
     return units if all(n >= 2 for n in units) else None
 

@@ -149,8 +149,8 @@ class PrefixTree:
         heap[:] = [(self._rank(n, group), first + i, n) for i, n in enumerate(nodes.values())]
         heapq.heapify(heap)
 
-    def evict(self, group: int, is_idle: Callable[[int], bool]) -> int:
-        """Detach the idle unit of the lowest rank from the tree and return it; ABSENT if there is none."""
+    def evict(self, group: int, is_idle: Callable[[int], bool]) -> tuple[bytes, int]:
+        """Detach the idle unit of the lowest rank. Returns its node's key and the unit, ABSENT if there is none."""
         heap = self._heaps[group]
         while heap:
             rank, _, node = heapq.heappop(heap)
@@ -161,19 +161,19 @@ class PrefixTree:
                 self.mark_evictable(node, group)
                 continue
             self._detach(node, group)
-            return unit
+            return node.key, unit
         return self._evict_inner(group, is_idle)
 
-    def _evict_inner(self, group: int, is_idle: Callable[[int], bool]) -> int:
+    def _evict_inner(self, group: int, is_idle: Callable[[int], bool]) -> tuple[bytes, int]:
         """Evict a parent when no idle leaf is left. A request that computed a page a second time can hold a child
         without its cached parent; pages below such a parent can't be matched until it is computed again."""
         idle = [node for unit, node in self._holders[group].items() if is_idle(unit)]
         if not idle:
-            return ABSENT
+            return b"", ABSENT
         node = min(idle, key=lambda n: self._rank(n, group))
         unit = node.units[group]
         self._detach(node, group)
-        return unit
+        return node.key, unit
 
     def passed_by(self, node: Node, group: int) -> Iterator[Node]:
         """Yield the nearest ancestor with a unit of the group. Nothing if the path forks before it: then the ancestor

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from quire.cache.lease import Lease
 from quire.cache.match import CacheStats
 from quire.cache.pool import Pool
+from quire.cache.tiers.host import HostTier
+from quire.cache.tiers.seam import BlockId
 from quire.cache.tree import ABSENT, Node, PrefixTree
 from quire.types.step_queue import StepQueue
 
@@ -19,11 +21,12 @@ from quire.types.step_queue import StepQueue
 class UnitLedger:
     """The pools of all groups, with the units that steps in flight still use."""
 
-    def __init__(self, tree: PrefixTree, num_units: list[int], num_host_units: list[int] | None, stats: CacheStats):
+    def __init__(self, tree: PrefixTree, num_units: list[int], host: HostTier, stats: CacheStats):
         self.tree = tree
         self.stats = stats
         self.pools = [Pool(n) for n in num_units]
-        self.host_pools = [Pool(max(2, n)) for n in num_host_units or [2] * len(num_units)]
+        self.host = host
+        self.host_pools = host.pools
         self.settled = 0  # the last step known to have committed
         self._num_evictable = [0] * len(num_units)  # per group: units that only the tree references
         self._pending_free: StepQueue[tuple[bool, int, list[int]]] = StepQueue()  # on host, group, units
@@ -35,10 +38,11 @@ class UnitLedger:
         """Return a unit with one reference, evicting if none is free. The caller has checked `available`."""
         pool = self.pools[group]
         if not pool.num_free:
-            unit = self.tree.evict(group, lambda u: pool.refs(u) == 1)
+            key, unit = self.tree.evict(group, lambda u: pool.refs(u) == 1)
             assert unit != ABSENT, "asked for more units than available() promised"
             self._num_evictable[group] -= 1
             self.stats.evicted_units += 1
+            self.host.store(BlockId(key, group), unit)  # the next plan copies it before anything overwrites it
             pool.drop([unit])
         return pool.take()
 
@@ -80,12 +84,13 @@ class UnitLedger:
         self.settled = max(self.settled, step)
         for on_host, group, units in self._pending_free.take_committed(self.settled):
             self.drop(group, units, on_host=on_host)
+        self.host.settle(self.settled)
 
     def num_unreachable(self) -> int:
         """Return how many units are neither free nor evictable. Without requests these units have leaked."""
         on_device = sum(pool.num_units - 1 - self.available(group) for group, pool in enumerate(self.pools))
         on_host = sum(pool.num_units - 1 - pool.num_free for pool in self.host_pools)
-        return on_device + on_host
+        return on_device + on_host - sum(1 for _ in self.host.blocks())
 
     def check(self, leases: Iterable[Lease]) -> None:
         """Assert that each unit has as many references as leases, tree and pending-free entries name it."""
@@ -112,6 +117,9 @@ class UnitLedger:
         for on_host, group, units in self._pending_free:
             for unit in units:
                 own(host_owners if on_host else owners, group, unit)
+        for block, unit in self.host.blocks():
+            own(host_owners, block.group, unit)
+        self.host.check(self.settled)
         evictable = [0] * len(self.pools)
         for node in self.tree.nodes():
             for group, unit in enumerate(node.units):

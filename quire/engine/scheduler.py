@@ -142,10 +142,11 @@ class Scheduler:
         preempting = preempting or preempted
         if not preempting:  # a waiting request must not take the room of one that was just preempted
             self._admit(budget, plan)
-        if not plan.rows and not plan.copies and not plan.added:
+        if not (plan.rows or plan.copies or plan.added or self.cache.has_stores):
             return None
         if self._only is None:
             self._drafts.plan_proposals(self.requests, len(self.running), plan)
+        self.cache.finish(plan)
         plan.freed = self.table.rows.take_freed()
         self.table.last_step = plan.step
         self.stats.count(plan, *self._num_prompt)
@@ -415,6 +416,7 @@ class Scheduler:
             self.table.leave_row(request)
             self.table.drop_state(request)
             self.waiting.push(request)
+        self.cache.abandon()
         for plan in plans:
             self.table.rows.announce_again(plan.freed)
         self.table.settle(self.table.last_step)

@@ -222,7 +222,13 @@ def engine_of(
 ) -> Engine:
     """Returns an engine whose steps these workers run, and whose cache has the planned size."""
     host = list(memory.num_host_units) if memory.num_host_units else None
-    cache = CacheIndex(list(memory.specs), list(memory.num_units), host, prefix_cache=config.cache.prefix_cache)
+    cache = CacheIndex(
+        list(memory.specs),
+        list(memory.num_units),
+        host,
+        prefix_cache=config.cache.prefix_cache,
+        host_cache=config.cache.host_cache,
+    )
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     limits = resolve_limits(config, device)
     scheduler = Scheduler(cache, limits, drafter=drafter)

@@ -268,6 +268,7 @@ class Rig:
     depth: int = 1
     preemption: str = "auto"
     prefix_cache: bool = True
+    host_cache: bool = True
     late: bool = False
     poison: set[int] = field(default_factory=set)
     order: str = "priority"
@@ -279,7 +280,7 @@ class Rig:
         units = [pages if s.kind == "paged" else self.num_slots for s, pages in zip(specs, paged, strict=True)]
         host = [self.num_host] * len(specs) if self.num_host else None
         self.now = 0.0
-        self.cache = CacheIndex(specs, units, host, prefix_cache=self.prefix_cache)
+        self.cache = CacheIndex(specs, units, host, prefix_cache=self.prefix_cache, host_cache=self.host_cache)
         limits = SchedulerLimits(self.max_rows, self.max_batch_tokens, self.chunk_tokens, preemption=self.preemption,
                         order=self.order, depth=self.depth)  # fmt: skip
         self.scheduler = Scheduler(self.cache, limits, clock=lambda: self.now, drafter=self.drafter)

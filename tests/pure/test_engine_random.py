@@ -40,7 +40,8 @@ def make_random_moves(mix: str, preemption: str, depth: int, remote: bool = Fals
     rng = random.Random(f"{SEED}/{mix}/{preemption}/{depth}")
     mix, _, few = mix.partition(", ")
     rig = Rig(mix, preemption=preemption, depth=depth, late=rng.random() < 0.5, num_host=rng.choice([12, 40]),
-              num_window=rng.choice([8, 12, 15]) if few else None, drafter=drafter)  # fmt: skip
+              num_window=rng.choice([8, 12, 15]) if few else None, drafter=drafter,
+              host_cache=preemption == "auto")  # fmt: skip
     if remote:
         rig.engine.wrap(RemoteWorkers)
     pool: list[list[int]] = []

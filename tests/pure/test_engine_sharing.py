@@ -294,7 +294,8 @@ def test_a_windows_pages_are_promised_once(depth: int) -> None:
 def test_the_windows_one_may_set_out_from_stay_in_a_small_pool() -> None:
     """That of the prompt and that of the end: what the window has passed between them goes first. A beginning that
     others share has its window back once someone has missed it."""
-    rig = Rig("full+window", num_pages=300, num_window=24, chunk_tokens=16, max_batch_tokens=32, max_rows=2)
+    rig = Rig("full+window", num_pages=300, num_window=24, chunk_tokens=16, max_batch_tokens=32, max_rows=2,
+              host_cache=False)  # fmt: skip
     rig.add(LONG, max_tokens=60)
     rig.finish()
     rig.add([9] * 40, max_tokens=1)  # takes what is left, and what was passed

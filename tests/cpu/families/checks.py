@@ -131,6 +131,23 @@ def check_swap(case: Case) -> None:
     _check_pushed_out(case, "swap", depth=1)
 
 
+def check_host_memory(case: Case) -> None:
+    """The device holds a few conversations; what it evicts goes to the host and comes back, in chunks and ragged."""
+    knobs = {"num_pages": case.small_pool, "max_rows": 2, "chunk_tokens": CHUNK, "host_memory": 64 << 20}
+    if case.model.specs[-1].kind == "state" or case.model.specs[0].kind == "state":
+        knobs["num_slots"] = 6
+    for depth in (1, 2):
+        engine = case.engine(depth=depth, late=depth == 2, **knobs)
+        stats = engine.scheduler.cache.stats
+        for warm in (False, True):
+            assert run(engine, case.prompts) == case.expected, f"depth {depth}, warm={warm}"
+        assert stats.evicted_units > 0 and stats.loaded_tokens > 0, "nothing came back from the host"
+        computed = engine.scheduler.stats.computed_tokens
+        assert run(engine, case.prompts[-1:]) == case.expected[-1:]
+        most = len(case.prompts[-1]) + NUM_TOKENS - 1
+        assert engine.scheduler.stats.computed_tokens - computed < most, "some of it was there"
+
+
 def check_recompute(case: Case) -> None:
     """Victims give all back and compute it again."""
     _check_pushed_out(case, "recompute", depth=1)
@@ -255,6 +272,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "chunks": check_chunks,
     "warm prefix": check_warm_prefix,
     "swap": check_swap,
+    "host memory": check_host_memory,
     "recompute": check_recompute,
     "depth 2": check_overlap,
     "depth 2, swap": check_overlap_swap,

@@ -19,7 +19,7 @@ PATH = Path(__file__).parents[3] / "docs" / "models.md"
 COLUMNS = {  # what a reader asks for -> the checks that prove it
     "logits": ("logits",),
     "chunked prompts": ("chunks",),
-    "prefix reuse": ("warm prefix",),
+    "prefix reuse": ("warm prefix", "host memory"),
     "preemption": ("swap", "recompute", "depth 2, swap", "depth 2, recompute"),
     "overlap": ("depth 2",),
     "speculation": ("speculation",),
@@ -45,8 +45,9 @@ of each kind in full and the most sensitive checks of the others; `make slow` ru
 of that column passes.
 
 - Logits of every position agree to 1e-4 relative.
-- 48 greedy tokens of a ragged batch are identical with prompts in chunks of 7, over a warm prefix cache, and after
-  preemption by swap and by recompute, at depth 1 and at depth 2 on a device that finishes late.
+- 48 greedy tokens of a ragged batch are identical with prompts in chunks of 7, over a warm prefix cache, over
+  prefixes that were evicted to host memory, and after preemption by swap and by recompute, at depth 1 and at depth 2
+  on a device that finishes late.
 - `quire doctor`'s memory plan agrees with what is allocated.
 
 ## Quantization

@@ -1,0 +1,66 @@
+"""The `Tier` protocol: a kind of storage below the device, which keeps blocks that were evicted from above it.
+
+A block is what one group has at one key of the prefix chain: a page's keys and values, or a snapshot of recurrent
+state. It moves between a tier and a unit of the level above: between host memory and the device by copies of a plan,
+between a disk and host memory by threads. `CacheIndex` starts all moves; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class BlockId(NamedTuple):
+    """What one group has after one exact prefix."""
+
+    key: bytes  # of the prefix chain, at the block's last token
+    group: int  # index into the model's cache specs
+
+
+class BlockTransfer(NamedTuple):
+    """A load or store that has ended."""
+
+    block: BlockId
+    unit: int  # of the level above
+    is_load: bool
+    ok: bool
+
+
+class Tier(Protocol):
+    """One kind of storage. All calls come from the engine's thread and return at once."""
+
+    name: str
+
+    def has(self, block: BlockId) -> bool:
+        """Whether a load of the block can start. What is being stored is not visible yet."""
+        ...
+
+    def load(self, block: BlockId, unit: int) -> bool:
+        """Start to copy a block into a unit of the level above. False: it is gone, or the queue is full."""
+        ...
+
+    def store(self, block: BlockId, unit: int) -> bool:
+        """Start to copy a block from a unit of the level above. False: there is no room, or the queue is full."""
+        ...
+
+    def poll(self) -> list[BlockTransfer]:
+        """Return the transfers that have ended since the last call. Their units are no longer in use."""
+        ...
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counters of one tier since the start."""
+
+    num_blocks: int = 0  # now
+    num_bytes: int = 0  # now
+    hits: int = 0  # blocks loaded
+    stores: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    drops: int = 0  # stores without room or with a full queue
+    evictions: int = 0
+    failures: int = 0  # loads and stores that failed
+    corrupt: int = 0  # of these, loads of damaged or foreign blocks
+    queued: int = 0  # transfers under way, now

@@ -68,9 +68,10 @@ def render_chat(
 def encode_chat(tokenizer: Tokenizer, segments: list[str], limit: int) -> list[int]:
     """The token ids of a rendered conversation, at most `limit`. BOS is not added: templates write it themselves."""
     ids = encode_within(tokenizer, segments[0], limit, add_special=False)
+    anchor = tokenizer.encode(_ANCHOR, add_special=False) if len(segments) > 1 else []
     for segment in segments[1:]:
         try:
-            ids = ids + _encode_inside(tokenizer, segment, limit)
+            ids.extend(_encode_inside(tokenizer, segment, anchor, limit))  # in place: there may be many segments
         except PromptTooLong as error:  # its count is of this segment and the anchor only
             raise PromptTooLong(max(limit + 1, error.count - 1), limit, at_least=True) from None
         if len(ids) > limit:
@@ -78,12 +79,12 @@ def encode_chat(tokenizer: Tokenizer, segments: list[str], limit: int) -> list[i
     return ids
 
 
-def _encode_inside(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
-    """The ids of text that follows other text, without the space that the tokenizer puts before a text."""
-    before = tokenizer.encode(_ANCHOR, add_special=False)
-    ids = encode_within(tokenizer, _ANCHOR + text, limit + len(before), add_special=False)
-    if ids[: len(before)] == before:
-        return ids[len(before) :]
+def _encode_inside(tokenizer: Tokenizer, text: str, anchor: list[int], limit: int) -> list[int]:
+    """The ids of text that follows other text, without the space that the tokenizer puts before a text. `anchor`: the
+    ids of `_ANCHOR`."""
+    ids = encode_within(tokenizer, _ANCHOR + text, limit + len(anchor), add_special=False)
+    if ids[: len(anchor)] == anchor:
+        return ids[len(anchor) :]
     return encode_within(tokenizer, text, limit, add_special=False)
 
 

@@ -80,8 +80,7 @@ def _problem(size: int, status: int, answer: bytes, cost: Cost) -> str:
 
 def _grow(rng: random.Random, body: dict[str, Any], size: int) -> None:
     """Make one place of the body large."""
-    places = list(_places(body))
-    parent, key = rng.choice(places)
+    parent, key = _place(rng, body)
     value = parent[key]
     kind = rng.randrange(6)
     if kind == 0:
@@ -125,10 +124,10 @@ def _fields(size: int) -> list[tuple[str, Any]]:
     ]
 
 
-def _places(value: Any) -> Any:
-    """Every field and item of a body, as a container and the key in it."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in items:
-        yield value, key
-        if isinstance(inner, (dict, list)):
-            yield from _places(inner)
+def _place(rng: random.Random, body: dict[str, Any]) -> tuple[Any, Any]:
+    """A container at some depth of the body, and the key or index of a value in it."""
+    parent: Any = body
+    key: Any = rng.choice(list(body))
+    while isinstance(value := parent[key], (dict, list)) and value and rng.random() < 0.7:
+        parent, key = value, rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    return parent, key

@@ -130,6 +130,21 @@ def test_the_kernel_ends_what_computes_too_long(tmp_path: Path) -> None:
     assert [fields["exit"] for _, _, fields in lines] == [-signal.SIGPROF]
 
 
+def test_a_message_full_of_control_tokens_costs_by_its_length(tmp_path: Path) -> None:
+    """Each spelling begins a segment of its own. Joined by copies, 40,000 of them take the worker more than its
+    processor time."""
+    count = 40_000
+    setup = setup_of(tmp_path, seconds=1.0)
+    spelling = TextTasks.load(setup).tokenizer.special_spellings[0]
+    full = RenderChat(Conversation([{"role": "user", "content": spelling * count}]), 1_000_000, with_text=True)
+
+    async def work(pool: WorkerPool) -> Any:
+        return await pool.run(full)
+
+    rendered, lines = with_pool(setup, work)
+    assert rendered.text.count(spelling) >= count and not lines
+
+
 def test_the_kernel_refuses_memory_beyond_a_workers_limit(tmp_path: Path) -> None:
     template = "{% set x = 'a' * 1000000 %}{{ ([x] * 400) | join | length }}"
 

@@ -60,7 +60,7 @@ ENGINE_REMOVALS: tuple[Removal, ...] = (
          "quire/client/engine_client.py", "live.num_losses + 1 if live.loss_len == len(live.delivered) else 1",
          "live.num_losses + 1"),
     drop("state that leaks between requests", "spoiled pages are cleared", ONE_BAD,
-         "quire/engine/scheduler.py", "        self.cache.scrub(request)\n", ""),
+         "quire/engine/scheduler.py", "self.cache.scrub(request)", "pass"),
     drop("state that leaks between requests", "pages on the host carry checksums",
          f"{CPU}engine_faults.py::test_a_page_that_changed_on_the_host_is_computed_again",
          "quire/runtime/store.py", "if self._checksums.get((group, copy.source)) != checksum:", "if False:"),

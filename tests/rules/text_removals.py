@@ -123,6 +123,10 @@ TEXT_REMOVALS: tuple[Removal, ...] = (
          "quire/server/textwork/pool.py", "if self._waiting >= MAX_WAITING or", "if"),
     drop("text cost", "what can't fit is not encoded", f"{TEXTWORK}_refusals_cross_the_processes_as_they_are",
          "quire/text/prompts.py", "    if len(text) > SLICE_CHARS:\n", "    if False:\n"),
+    drop("text cost", "many segments are joined in place",
+         f"{TEXTWORK}_a_message_full_of_control_tokens_costs_by_its_length", "quire/text/prompts.py",
+         "ids.extend(_encode_inside(tokenizer, segment, anchor, limit))",
+         "ids = ids + _encode_inside(tokenizer, segment, anchor, limit)"),
     drop("text cost", "bodies hold so many values", f"{TEXTWORK}_refusals_cross_the_processes_as_they_are",
          "quire/server/textwork/tasks.py", "if _num_nodes(value, MAX_NODES) > MAX_NODES:", "if False:"),
     # -- media

@@ -38,5 +38,5 @@ def _mount_words(mount: SandboxMount) -> list[str]:
     if mount.kind == "link":
         return ["--symlink", mount.source, mount.target]
     if mount.kind == "tmpfs":
-        return ["--perms", f"{mount.mode:04o}", "--tmpfs", mount.target]
+        return ["--perms", f"{mount.mode:04o}", "--size", str(mount.size), "--tmpfs", mount.target]
     return [f"--{mount.kind}", mount.target]

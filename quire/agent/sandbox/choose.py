@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.agent.sandbox.bubblewrap import find_bubblewrap
+from quire.agent.sandbox.child.landlock import landlock_abi
 from quire.agent.sandbox.plan import ALL_NAMESPACES, SandboxLimits, SandboxPlan, make_plan
 from quire.agent.sandbox.run import run_command, sandbox_failed
 from quire.types import QuireError
@@ -23,6 +24,7 @@ _LANDLOCK_GAPS = (
     "names and sizes of files outside can be seen (not their content)",
     "processes outside can be listed (not read or ended)",
 )
+_NO_SCOPES = "processes outside can be ended, and programs can be left running (the kernel's Landlock is too old)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,15 @@ def choose_sandbox(
             failures.append(f"{way}: {error.what}")
             continue
         if done.output.strip() == "works":
-            return Sandbox(way, plan, program, _LANDLOCK_GAPS if way == "landlock" else ())
+            return Sandbox(way, plan, program, _gaps(way))
         failures.append(f"{way}: a test command failed: {done.output.strip()[:200] or done.note}")
     raise sandbox_failed("; ".join(failures))
+
+
+def _gaps(way: str) -> tuple[str, ...]:
+    if way != "landlock":
+        return ()
+    return _LANDLOCK_GAPS if landlock_abi() >= 6 else (*_LANDLOCK_GAPS, _NO_SCOPES)
 
 
 def make_scratch() -> tempfile.TemporaryDirectory[str]:

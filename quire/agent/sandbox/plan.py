@@ -69,6 +69,7 @@ SYSTEM_FILES = tuple(
     )
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+PROC_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs")  # the system's settings, which root could change
 PROTECTED = (".git", ".hg", ".mcp.json", ".quire")  # in the project folder; other programs run what they hold
 SECCOMP_RULES = (
     "other processes' memory",
@@ -108,9 +109,10 @@ class SandboxMount:
     target: str
     source: str = ""  # for a link, what it points to
     writable: bool = False
-    size: str = "64m"
+    size: int = 64 << 20
     mode: int = 0o755
     processes: int = 0  # for proc
+    covered: tuple[str, ...] = ()  # for proc: read-only parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def make_plan(
     mounts = _mounts(shown, programs, folder, kept, protected, limits) if has_mounts else ()
     variables = _variables(os.environ if environment is None else environment, temporary, [*shown, *programs, folder])
     rules = LandlockRules(
-        readable=(*shown, *programs, "/proc", "/dev"),
+        readable=(*shown, *programs, "/proc", *(("/dev",) if has_mounts else ())),
         writable=(str(folder), temporary, *(("/tmp", "/dev/shm") if has_mounts else ()), *DEVICES),
         listable=("/",) if has_mounts else (),
         network="net" not in namespaces,
@@ -241,9 +243,10 @@ def _mounts(
         for path in shown
     ]
     places = [
-        SandboxMount("proc", "/proc", processes=limits.processes),
+        SandboxMount("proc", "/proc", processes=limits.processes, covered=PROC_SETTINGS),
         SandboxMount("dev", "/dev"),
-        SandboxMount("tmpfs", "/tmp", size="256m", mode=0o1777),
+        SandboxMount("tmpfs", "/dev/shm", mode=0o1777),
+        SandboxMount("tmpfs", "/tmp", size=256 << 20, mode=0o1777),
         scratch,
     ]
     outside = [SandboxMount("bind", path, path) for path in programs if path not in protected]

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any
 
-from quire.agent.sandbox.child import landlock, mounts, seccomp, syscalls
+from quire.agent.sandbox.child import mounts, syscalls
 from quire.agent.sandbox.child.supervise import supervise
 
 FAILED = 125  # exit code if a step of the plan failed
@@ -69,7 +69,7 @@ def _raise_loopback() -> None:
 
 
 def _give_up_rights(plan: dict[str, Any]) -> None:
-    """What can't be undone, in the order in which each step still may be taken."""
+    """What the supervisor itself gives up, and so the command too. `supervise` takes more from the command."""
     if not plan["own_processes"]:
         syscalls.adopt_orphans()
     if plan["hide_memory"]:
@@ -78,12 +78,6 @@ def _give_up_rights(plan: dict[str, Any]) -> None:
         syscalls.drop_capabilities()
     if plan["no_new_privileges"]:
         syscalls.forbid_new_privileges()
-    rules = plan["landlock"]
-    if rules is not None:
-        paths = rules["readable"], rules["writable"], rules["listable"]
-        landlock.restrict(*paths, network=rules["network"], scopes=rules["scopes"])
-    if plan["seccomp"]:
-        seccomp.install(plan["seccomp"])
 
 
 def _wait(child: int, lifeline: int, status: int) -> int:

@@ -13,7 +13,6 @@ from quire.agent.sandbox.child import syscalls as sys_
 
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
-_PROC_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs")  # the system's settings, which root could change
 _BASE = "/tmp"  # any folder of the old root: the new root is built on a file system mounted there
 
 
@@ -61,7 +60,7 @@ def _proc(mount: dict[str, Any]) -> None:
     _make_place(target, is_folder=True)
     sys_.mount("proc", target, "proc", sys_.MS_NOSUID | sys_.MS_NODEV | sys_.MS_NOEXEC)
     _limit_processes(f"{target}/sys/kernel/pid_max", mount["processes"])
-    for name in _PROC_SETTINGS:
+    for name in mount["covered"]:
         path = f"{target}/{name}"
         if os.path.exists(path):
             sys_.mount(path, path, flags=sys_.MS_BIND | sys_.MS_REC)
@@ -88,8 +87,6 @@ def _dev(mount: dict[str, Any]) -> None:
         sys_.mount(f"/old/dev/{name}", f"{target}/{name}", flags=sys_.MS_BIND)
     for name, source in _LINKS.items():
         os.symlink(source, f"{target}/{name}")
-    os.mkdir(f"{target}/shm")
-    sys_.mount("tmpfs", f"{target}/shm", "tmpfs", sys_.MS_NOSUID | sys_.MS_NODEV, f"mode=1777,size={mount['size']}")
 
 
 _MAKERS = {"bind": _bind, "link": _link, "tmpfs": _tmpfs, "proc": _proc, "dev": _dev}

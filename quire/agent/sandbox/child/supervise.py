@@ -14,6 +14,8 @@ import signal
 import time
 from typing import Any
 
+from quire.agent.sandbox.child import landlock, seccomp
+
 _WATCH_MILLISECONDS = 50  # between two looks at memory and number of processes
 _LIMITS = {
     "cpu_seconds": resource.RLIMIT_CPU,
@@ -31,7 +33,8 @@ def supervise(plan: dict[str, Any], command: list[str], lifeline: int, status: i
     if child == 0:
         _become(plan, command, lifeline, status)
     reason, code = _watch(plan["limits"], child, lifeline, plan["own_processes"])
-    end_descendants(child, alone=plan["own_processes"])
+    if plan["end_background"] or reason:
+        end_descendants(child, alone=plan["own_processes"])
     report = {"exit": code, "reason": reason, "seconds": round(time.monotonic() - started, 4)}
     os.write(status, (json.dumps(report) + "\n").encode())
     return code if code >= 0 else 128 - code
@@ -50,17 +53,36 @@ def _become(plan: dict[str, Any], command: list[str], lifeline: int, status: int
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.close(lifeline)
         os.set_inheritable(status, False)
+        _restrict(plan)
+    except BaseException as error:
+        _report_failure(status, "sandbox", str(error))
+    try:
         os.execvpe(command[0], command, plan["environment"])
     except BaseException as error:
-        report = {"exit": 127, "reason": "start", "error": f"{command[0]}: {error}"}
-        os.write(status, (json.dumps(report) + "\n").encode())
-        os._exit(127)
+        _report_failure(status, "start", f"{command[0]}: {error}")
+
+
+def _restrict(plan: dict[str, Any]) -> None:
+    """Applies Landlock and seccomp to the command alone: its Landlock domain is below the supervisor's, so it can
+    neither end the supervisor nor look into it."""
+    rules = plan["landlock"]
+    if rules is not None:
+        paths = rules["readable"], rules["writable"], rules["listable"]
+        landlock.restrict(*paths, network=rules["network"], scopes=rules["scopes"])
+    if plan["seccomp"]:
+        seccomp.install(plan["seccomp"])
+
+
+def _report_failure(status: int, reason: str, what: str) -> None:
+    os.write(status, (json.dumps({"exit": 127, "reason": reason, "error": what}) + "\n").encode())
+    os._exit(127)
 
 
 def _lower(kind: int, most: int) -> None:
     _, hard = resource.getrlimit(kind)
     value = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(kind, (value, value))
+    grace = 2 if kind == resource.RLIMIT_CPU else 0  # between the signal that names the limit and the kill
+    resource.setrlimit(kind, (value, value + grace if hard == resource.RLIM_INFINITY else value))
 
 
 def _own_tasks() -> int:

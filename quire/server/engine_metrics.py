@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from quire.engine.limits import SpeculationStats
+
 if TYPE_CHECKING:
     from quire.client.fleet import Fleet, Replica
 
@@ -75,9 +77,33 @@ class EngineCollector:
         total = [((group.name,), float(group.num_units)) for group in beat.groups]
         free = [((group.name,), float(group.num_available)) for group in beat.groups]
         yield _gauge("quire_engine_cache_units", "Pages or slots of a group", total, "group")
+        yield from _speculation(beat.speculation or SpeculationStats())
         yield _gauge(
             "quire_engine_cache_available", "Pages or slots that are free or only in the prefix cache", free, "group"
         )
+
+
+def _speculation(stats: SpeculationStats) -> Iterator[tuple[Any, Values]]:
+    for name, text in (
+        ("drafted", "Guessed tokens, verified or not"),
+        ("right", "Guessed tokens that equal the tokens that came, verified or not"),
+        ("verified", "Guessed tokens that steps have verified"),
+        ("accepted", "Guessed tokens that became output"),
+    ):
+        values: list[tuple[tuple[str, ...], float]] = [
+            ((counts.name, str(place)), float(count))
+            for counts in stats.proposers
+            for place, count in enumerate(getattr(counts, name), start=1)
+        ]
+        yield _counter(f"quire_engine_{name}_tokens", text, values, "proposer", "position")
+    failed = _by_name({counts.name: counts.failed for counts in stats.proposers})
+    yield _counter(
+        "quire_engine_proposer_failures", "Requests for which a proposer was switched off", failed, "proposer"
+    )
+    yield _counter("quire_engine_audits", "Steps that took the opposite choice of drafts", _one(stats.audits))
+    speedup = "Expected time without drafts over the time with them"
+    yield _gauge("quire_engine_speculation_ratio", speedup, _one(stats.speedup))
+    yield _gauge("quire_engine_audit_share", "Share of the time that audits have cost", _one(stats.audit_share))
 
 
 def _one(value: float) -> Values:

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
+from quire.engine.limits import SpeculationStats
 from quire.server.http.encoding import to_json
 from quire.server.http.route_parts import api_router
 from quire.server.state import Server
@@ -135,14 +136,25 @@ def stats_body(server: Server) -> dict[str, Any]:
     }
 
 
+_NESTED = ("groups", "recent", "speculation")
+
+
 def _as_dict(beat: Any) -> dict[str, Any]:
-    fields = {name: getattr(beat, name) for name in beat.__struct_fields__ if name not in ("groups", "recent")}
+    fields = {name: getattr(beat, name) for name in beat.__struct_fields__ if name not in _NESTED}
     groups = [
         {"name": g.name, "units": g.num_units, "available": g.num_available, "cached": g.num_cached}
         for g in beat.groups
     ]
     recent = [step._asdict() for step in beat.recent]
-    return {**fields, "groups": groups, "recent": recent}
+    return {**fields, "groups": groups, "recent": recent, "speculation": _speculation(beat.speculation)}
+
+
+def _speculation(stats: SpeculationStats | None) -> dict[str, Any] | None:
+    """Return the counters of speculation, by proposer and position; None without it."""
+    if stats is None:
+        return None
+    proposers = [msgspec.structs.asdict(counts) for counts in stats.proposers]
+    return {**msgspec.structs.asdict(stats), "proposers": {one.pop("name"): one for one in proposers}}
 
 
 def _json(value: Any, status: int) -> Response:

@@ -14,6 +14,7 @@ from quire.client.engine_client import EngineClient
 from quire.client.fleet import Fleet, Replica
 from quire.client.supervisor import Supervisor, SupervisorLimits
 from quire.engine.host.wire import Beat, GroupUsage
+from quire.engine.limits import ProposerCounts, SpeculationStats
 from quire.server.metrics import Metrics
 from quire.types import Timing, Usage
 
@@ -31,7 +32,12 @@ def make_text() -> str:
     metrics = Metrics()
     client = FakeClient()
     client.beat = Beat(
-        steps=4, computed_tokens=100, running=2, groups=[GroupUsage("full", 10, 7)], transitions={"turn": 5}
+        steps=4,
+        computed_tokens=100,
+        running=2,
+        groups=[GroupUsage("full", 10, 7)],
+        transitions={"turn": 5},
+        speculation=SpeculationStats([ProposerCounts("suffix", [9, 4], [7, 2], [5, 3], [4, 1], 2)], 1.5, 6, 0.004),
     )
     supervisor = Supervisor(client, lambda settings: None, {}, SupervisorLimits(1, 1.0, 1.0, None, "same"))
     supervisor.errors.put("engine", "engine_lost", "gone")
@@ -53,6 +59,21 @@ def test_engine_figures_come_from_the_last_beat() -> None:
         'quire_engine_cache_available{engine="0",group="full"} 7.0' in text
         and 'quire_engine_up{engine="0"} 1.0' in text
     )
+
+
+def test_drafts_are_counted_by_proposer_and_position() -> None:
+    text = make_text()
+    for line in (
+        'quire_engine_drafted_tokens_total{engine="0",position="2",proposer="suffix"} 4.0',
+        'quire_engine_right_tokens_total{engine="0",position="1",proposer="suffix"} 7.0',
+        'quire_engine_verified_tokens_total{engine="0",position="1",proposer="suffix"} 5.0',
+        'quire_engine_accepted_tokens_total{engine="0",position="2",proposer="suffix"} 1.0',
+        'quire_engine_proposer_failures_total{engine="0",proposer="suffix"} 2.0',
+        'quire_engine_audits_total{engine="0"} 6.0',
+        'quire_engine_speculation_ratio{engine="0"} 1.5',
+        'quire_engine_audit_share{engine="0"} 0.004',
+    ):
+        assert line in text, line
 
 
 def test_states_moves_and_failures_are_counted() -> None:

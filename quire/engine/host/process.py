@@ -247,6 +247,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         state=engine.states.state.value,
         transitions=dict(engine.states.counts),
         at=scheduler.clock(),
+        speculation=scheduler.speculation,
     )
 
 

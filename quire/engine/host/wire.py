@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.engine.host.frames import decode_payload, encode_payload
-from quire.engine.limits import KEPT_STEPS, StepShape
+from quire.engine.limits import KEPT_STEPS, SpeculationStats, StepShape
 from quire.types import Delta, GrammarSpec, QuireError, Request, SamplingParams
 from quire.types.bounds import MAX_ERROR, MAX_VALUES, RequestId, TokenIds
 
@@ -150,6 +150,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     state: str = "idle"
     transitions: dict[str, int] = {}
     at: float = 0.0  # time of sending on the machine's monotonic clock, since a busy reader receives several at once
+    speculation: SpeculationStats | None = None  # None without it
 
 
 class Fault(msgspec.Struct, tag="fault", array_like=True, frozen=True):

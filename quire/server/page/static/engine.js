@@ -17,9 +17,9 @@ export function showEngine(root, feed) {
 class EngineView {
   constructor(root) {
     this.figures = Object.fromEntries(
-      ["running", "waiting", "rate", "hits", "preemptions", "failures"].map((name) => [name, figure()]),
+      ["running", "waiting", "rate", "hits", "drafts", "preemptions", "failures"].map((name) => [name, figure()]),
     );
-    const { running, waiting, rate, hits, preemptions, failures } = this.figures;
+    const { running, waiting, rate, hits, drafts, preemptions, failures } = this.figures;
     this.problem = h("p.problem", { role: "alert", hidden: true });
     this.cache = h("div.cache");
     this.open = h("tbody");
@@ -64,6 +64,7 @@ class EngineView {
         waiting.as("Waiting"),
         rate.as("Output tok/s"),
         hits.as("Cache hit rate"),
+        drafts.as("Drafts accepted"),
         preemptions.as("Preemptions"),
         failures.as("Failures"),
       ),
@@ -99,7 +100,7 @@ class EngineView {
   }
 
   #tellFigures(feed, now, point) {
-    const { running, waiting, rate, hits, preemptions, failures } = this.figures;
+    const { running, waiting, rate, hits, drafts, preemptions, failures } = this.figures;
     const first = feed.samples[0];
     const lookedUp = now.lookup_tokens - first.lookup_tokens;
     const recent = lookedUp
@@ -116,6 +117,7 @@ class EngineView {
       point.busy === null ? "" : `${Math.round(point.busy * 100)}% busy`,
     );
     hits.tell(percent(now.hit_tokens, now.lookup_tokens), recent);
+    drafts.tell(...acceptance(now.speculation));
     preemptions.tell(count(now.preemptions), `${count(now.steps)} steps`);
     failures.tell(
       count(now.failures),
@@ -137,6 +139,17 @@ function figure() {
   };
 }
 
+/** The share of verified drafts that was accepted, and what each proposer's share of the accepted ones is. */
+function acceptance(speculation) {
+  if (!speculation) return ["–", "speculation is off"];
+  const sum = (counts) => counts.reduce((total, one) => total + one, 0);
+  const proposers = Object.entries(speculation.proposers).map(([name, counts]) => [name, sum(counts.accepted)]);
+  const accepted = sum(proposers.map(([, tokens]) => tokens));
+  const verified = sum(Object.values(speculation.proposers).map((counts) => sum(counts.verified)));
+  const found = proposers.filter(([, tokens]) => tokens).map(([name, tokens]) => `${name} ${short(tokens)}`);
+  return [percent(accepted, verified), [...found, `${speculation.speedup.toFixed(2)}× as fast`].join(", ")];
+}
+
 function plots() {
   return [
     new TimePlot({
@@ -148,6 +161,16 @@ function plots() {
       series: [
         { name: "answers", look: "one", read: (point) => point.decode },
         { name: "prompts", look: "two", read: (point) => point.prompt },
+      ],
+    }),
+    new TimePlot({
+      title: "Drafts",
+      note: "Guessed tokens that steps verified, and those that became output, per second",
+      format: short,
+      least: 4,
+      series: [
+        { name: "accepted", look: "one", read: (point) => point.accepted },
+        { name: "verified", look: "two", dots: true, read: (point) => point.verified },
       ],
     }),
     new TimePlot({

@@ -134,15 +134,15 @@ export class Feed {
   }
 }
 
-const NO_RATES = { rate: null, prompt: null, decode: null, busy: null };
+const NO_RATES = { rate: null, prompt: null, decode: null, busy: null, verified: null, accepted: null };
 
 /** Counters of two samples as rates over the engine's own time: its beats may arrive late, and several at once. */
 export function rates(before, now, last) {
   const time = now.at - before.at;
   const steps = now.steps - before.steps;
   if (time < 0.05 && !steps && last.rate !== null && now.beat_age < 2) {
-    const { rate, prompt, decode, busy } = last; // no newer sample: keep the last values
-    return { rate, prompt, decode, busy };
+    const { rate, prompt, decode, busy, verified, accepted } = last; // no newer sample: keep the last values
+    return { rate, prompt, decode, busy, verified, accepted };
   }
   const prompt = now.prompt_tokens - before.prompt_tokens;
   return {
@@ -150,7 +150,16 @@ export function rates(before, now, last) {
     prompt: steps ? prompt / steps : 0,
     decode: steps ? (now.computed_tokens - before.computed_tokens - prompt) / steps : 0,
     busy: time > 0 ? Math.min(1, (now.busy_seconds - before.busy_seconds) / time) : 0,
+    verified: time > 0 ? (drafts(now, "verified") - drafts(before, "verified")) / time : 0,
+    accepted: time > 0 ? (drafts(now, "accepted") - drafts(before, "accepted")) / time : 0,
   };
+}
+
+/** A counter of drafts over all proposers and positions; null without speculation. */
+function drafts(sample, name) {
+  if (!sample.speculation) return null;
+  const counts = Object.values(sample.speculation.proposers).flatMap((proposer) => proposer[name]);
+  return counts.reduce((sum, count) => sum + count, 0);
 }
 
 /** How full the fullest group is, in shares; `cached` is null if the engine does not report it. */

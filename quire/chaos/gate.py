@@ -123,11 +123,16 @@ class ChaosRun:
 
         async def one(script: ScriptedRequest) -> None:
             async with gate:
-                self.expected[script.name] = seen = await self.stream_patiently(script.body)
+                seen = await self.stream_patiently({**script.body, "speculate": False})
+                self.expected[script.name] = seen
                 if seen.error is not None:
                     raise QuireError("engine_failed", f"The undisturbed request {script.name} failed: {seen.error}.")
 
         await asyncio.gather(*(one(script) for script in self.scripts))
+        for script in self.scripts:
+            if script.kind == "predicted":
+                text = self.expected[script.name].choices[0].text
+                script.body["prediction"] = {"type": "content", "content": text or "nothing"}
         if self.sample_noise is not None:
             self.tolerance = NumericTolerance(await self.measure_shift_alone(), self.sample_noise)
             self.report.shift = self.tolerance.shift
@@ -136,7 +141,7 @@ class ChaosRun:
         """Return the shift of log-probabilities when each request is sent alone and without cached prefix."""
         shifts = []
         for script in self.scripts:
-            alone = await self.stream_patiently({**script.body, "cache_salt": "alone"})
+            alone = await self.stream_patiently({**script.body, "cache_salt": "alone", "speculate": False})
             shifts.append(measure_shift(self.expected[script.name], alone))
         return max(shifts)
 

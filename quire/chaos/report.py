@@ -28,6 +28,8 @@ class Report:
     duplicated: int = 0
     wrong: int = 0
     leaked: int = 0
+    accepted: int = 0  # drafts that became output, as the replies' usage tells
+    rejected: int = 0
     shift: float = 0.0  # largest change of a token's log-probability by batch composition alone
     hostile_sent: Counter[str] = field(default_factory=Counter)  # hostile requests by kind
     hostile_wrong: Counter[str] = field(default_factory=Counter)  # wrongly answered ones, by kind and answer
@@ -47,6 +49,9 @@ class Report:
         self.by_kind[script.kind] += 1
         self.num_tokens += sum(len(choice.tokens) for choice in seen.choices.values())
         self.longest_pause = max(self.longest_pause, seen.longest_pause)
+        details = (seen.usage or {}).get("completion_tokens_details") or {}
+        self.accepted += details.get("accepted_prediction_tokens", 0)
+        self.rejected += details.get("rejected_prediction_tokens", 0)
         self.lost += difference.lost
         self.duplicated += difference.duplicated
         self.wrong += difference.wrong
@@ -73,6 +78,7 @@ class Report:
         return [
             ("requests", f"{self.num_requests} ({kinds})"),
             ("tokens", str(self.num_tokens)),
+            ("drafts accepted", f"{self.accepted} of {self.accepted + self.rejected}"),
             ("faults", f"{self.faults.total()} of {len(self.faults)} kinds"),
             ("engines replaced", str(self.restarts)),
             ("requests resumed", str(self.resumed)),

@@ -28,6 +28,7 @@ class ChaosSettings:
     kernels: str = "auto"
     kinds: tuple[str, ...] = KINDS
     hostile: float = 0.1  # share of requests that are hostile
+    speculate: str | None = None  # proposers of drafts; None: the server's default
 
     @property
     def num_pages(self) -> int:
@@ -61,6 +62,8 @@ def server_flags(settings: ChaosSettings, model: str, tokenizer: Tokenizer, fold
         values["--threads"] = str(settings.threads)
     if settings.kernels != "auto":
         values["--kernels"] = settings.kernels
+    if settings.speculate is not None:
+        values["--speculate"] = settings.speculate
     flags = [word for flag in values.items() for word in flag]
     flags += ["--random-weights"] if settings.model == "tiny" else []
     return flags + (["--deterministic"] if settings.deterministic else [])

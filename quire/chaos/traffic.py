@@ -35,7 +35,7 @@ TOOL = {
         },
     },
 }
-KINDS = ("greedy", "seeded", "long", "schema", "tool", "penalties", "several", "stop")
+KINDS = ("greedy", "seeded", "long", "schema", "tool", "penalties", "several", "stop", "copy", "predicted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,8 @@ def _script(rng: random.Random, name: str, kind: str, max_tokens: int, long_word
         body |= {"tools": [TOOL], "tool_choice": "required"}
     elif kind == "stop":
         body |= {"stop": ["zq", " the "], "ignore_eos": True}
+    elif kind == "copy":  # drafts come from the prompt
+        body["messages"] = [{"role": "user", "content": f"Repeat after me, word for word: {words}. {words}. {words}."}]
     return ScriptedRequest(name, kind, body)
 
 

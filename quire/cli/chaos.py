@@ -37,6 +37,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--hang-timeout", type=float, default=20.0, help="seconds until a stuck engine is replaced")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     parser.add_argument("--kernels", default="auto", help="kernels of the engine (torch: float32 throughout)")
+    parser.add_argument(
+        "--speculate", help="proposers of drafts of the engine (default: the server's); answers are compared without"
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report as a Markdown page")
 
@@ -68,6 +71,7 @@ def run(args: Namespace) -> int:
         kernels=args.kernels,
         kinds=kinds,
         hostile=args.hostile,
+        speculate=args.speculate,
     )
     say = _make_printer(args.json)
     report = asyncio.run(run_gate(settings, say))

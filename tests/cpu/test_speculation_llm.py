@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quire import LLM, GrammarSpec, QuireError, SamplingParams
+from quire.config_build import build_config
 from quire.engine.step_costs import StepCosts
 from tests.cpu.tiny_llm import make_tiny_llm
 
@@ -72,3 +74,38 @@ def test_a_prediction_longer_than_the_context_is_refused(folder: Path) -> None:
 def test_an_unknown_proposer_is_named(folder: Path) -> None:
     with pytest.raises(QuireError, match="no proposer 'crystal'"):
         LLM(str(folder), speculate="ngram,crystal")
+
+
+def test_a_stop_string_within_a_draft_cuts_the_text_there(folder: Path) -> None:
+    """The step has accepted tokens behind the stop string; text, usage and the next request know nothing of them."""
+    plain = SamplingParams(temperature=0.9, seed=3, max_tokens=60, speculate=False)
+    with LLM(str(folder), dtype="float32", speculate="auto") as llm:
+        (whole,) = llm.generate(PROMPTS[:1], plain)
+        accepted = 0
+        for place in (10, 17, 25, 40):
+            stop = llm.tokenizer.decode(whole.token_ids[place : place + 2]).strip()
+            if not stop:
+                continue
+            (expected,) = llm.generate(PROMPTS[:1], replace(plain, stop=(stop,)))
+            params = replace(plain, stop=(stop,), speculate=True, prediction_ids=tuple(whole.token_ids))
+            (drafted,) = llm.generate(PROMPTS[:1], params)
+            assert drafted.text == expected.text and drafted.finish_reason == expected.finish_reason == "stop"
+            assert drafted.token_ids == expected.token_ids
+            assert drafted.usage.completion_tokens == expected.usage.completion_tokens
+            accepted += drafted.usage.accepted_prediction_tokens
+        assert accepted > 0
+        (again,) = llm.generate(PROMPTS[:1], plain)
+        assert again.token_ids == whole.token_ids
+
+
+def test_settings_come_from_toml_environment_and_arguments(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "quire.toml"
+    file.write_text('[engine]\nspeculate = "suffix"\n')
+    assert build_config(file=file, env={}, flags={}).engine.speculate == "suffix"
+    monkeypatch.setenv("QUIRE_SPECULATE", "ngram")
+    config = build_config(file=file, env={"QUIRE_SPECULATE": "ngram"}, flags={})
+    assert config.engine.speculate == "ngram", "the environment goes before the file"
+    with LLM(str(folder), dtype="float32", speculate="off") as llm:
+        assert llm.engine.scheduler.speculation is None, "and the argument before both"

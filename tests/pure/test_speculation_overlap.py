@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from quire.cache.lease import lease_of
-from quire.types import Plan, Request
+from quire.types import Plan, Request, SamplingParams
 from tests.pure.drafting import RandomDrafter, shadow_oracle
 from tests.pure.shadow import VOCAB, Rig, reference_output
 from tests.pure.test_engine_overlap import PROMPT, OnlyEven
@@ -232,3 +232,72 @@ def test_usage_tells_accepted_and_rejected_drafts() -> None:
     while rig.engine.has_work:
         usages += [delta.usage for delta in rig.engine.turn() if delta.usage is not None]
     assert (usages[0].accepted_prediction_tokens, usages[0].rejected_prediction_tokens) == (4, 1)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("mix", ["full", "all"])
+def test_a_victim_with_drafts_in_flight_waits_for_them(mix: str, preemption: str) -> None:
+    """It is preempted behind what its step accepted, not in the middle of it, and goes on from there."""
+    rig = rig_of(Scripted(2, 2), mix=mix, num_pages=16, max_rows=2, preemption=preemption)
+    rig.add(PROMPT, max_tokens=24, priority=5)
+    while not (rig.outputs["r1"] and any(r.num_drafts for r in rig.scheduler.requests.values())):
+        rig.turn()
+    victim = rig.scheduler.requests["r1"]
+    rig.add([n % VOCAB for n in range(52)], max_tokens=3, priority=0)
+    chosen, left = rig.scheduler._preempt, rig.scheduler._swap_or_drop
+    drafts: list[int] = []
+
+    def preempt(request: Request, plan: Plan) -> None:
+        drafts.append(request.num_drafts)
+        chosen(request, plan)
+
+    def swap_or_drop(request: Request, plan: Plan) -> None:
+        assert request is victim and request.num_drafts == request.inflight == 0
+        assert request.computed == request.planned <= len(request.tokens)
+        left(request, plan)
+
+    rig.scheduler._preempt = preempt  # type: ignore[method-assign]
+    rig.scheduler._swap_or_drop = swap_or_drop  # type: ignore[method-assign]
+    while rig.scheduler.stats.swaps + rig.scheduler.stats.recomputes == 0:
+        rig.turn()
+        rig.scheduler.check()
+    assert drafts and drafts[0] > 0, "it was chosen while its drafts were in flight"
+    assert rig.scheduler.stats.swaps == (preemption == "swap")
+    rig.finish()
+    assert rig.outputs["r1"] == reference_output(PROMPT, 0, 24, frozenset())
+    assert rig.outputs["r2"] == reference_output([n % VOCAB for n in range(52)], 0, 3, frozenset())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mix", ["full", "all"])
+@pytest.mark.parametrize("turns", [2, 3, 4, 5])
+def test_a_restart_goes_on_behind_what_was_delivered(mix: str, depth: int, turns: int) -> None:
+    """An engine is lost with drafts in flight; the next one gets what was delivered, and drafts from there."""
+    lost = rig_of(Scripted(2, 1), mix=mix, depth=depth)
+    lost.add(PROMPT, max_tokens=24)
+    for _ in range(turns):
+        lost.turn()
+    delivered = lost.outputs["r1"]
+    drafter = Scripted(3, 1)
+    rig = rig_of(drafter, mix=mix, depth=depth)
+    params = SamplingParams(max_tokens=24).resolve()
+    tokens = PROMPT + delivered
+    rig.engine.add(Request("r1", tokens, len(PROMPT), params, len(PROMPT) + 24, resumed=True, suspect=True))
+    rig.outputs["r1"] = []
+    rig.finish()
+    assert delivered + rig.outputs["r1"] == reference_output(PROMPT, 0, 24, frozenset())
+    assert drafter.num_accepted > 0 and not drafter.open
+
+
+def test_prompts_are_computed_in_chunks_beside_verification() -> None:
+    rig = rig_of(Scripted(3, 1), max_batch_tokens=16, chunk_tokens=7, depth=2)
+    plans = plans_of(rig)
+    rig.add(PROMPT, max_tokens=40)
+    while not rig.outputs["r1"]:
+        rig.turn()
+    rig.add(list(range(45)), max_tokens=6)
+    rig.finish()
+    mixed = [plan for plan in plans if plan.drafts and any(not row.wants_sample for row in plan.rows)]
+    assert len(mixed) > 2, "steps with drafts of one request and a chunk of the other's prompt"
+    assert rig.outputs["r1"] == reference_output(PROMPT, 0, 40, frozenset())
+    assert rig.outputs["r2"] == reference_output(list(range(45)), 0, 6, frozenset())

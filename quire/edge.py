@@ -256,6 +256,7 @@ class Reply:
         self.ids = [request.id for request in requests]
         self._places = {request.id: place for place, request in enumerate(requests)}
         self._open = len(requests)
+        self._drafts = [(0, 0)] * len(requests)  # accepted and rejected ones of each sample
 
     @property
     def done(self) -> bool:
@@ -279,6 +280,7 @@ class Reply:
             return None, None  # its text has ended; the engine had not processed the cancel yet
         new = self._decoders[index].push(delta)
         output.token_ids += new.token_ids
+        self._drafts[index] = (self._drafts[index][0] + delta.accepted, self._drafts[index][1] + delta.rejected)
         if new.logprobs is not None:
             output.logprobs = (output.logprobs or []) + new.logprobs
         if delta.prompt_logprobs is not None and output.prompt_logprobs is not None:
@@ -298,6 +300,7 @@ class Reply:
         output.error, output.error_code = delta.error, delta.error_code
         output.usage = delta.usage or Usage(request.prompt_len, request.cached_len, 0)
         output.usage.completion_tokens = len(output.token_ids)
+        output.usage.accepted_prediction_tokens, output.usage.rejected_prediction_tokens = self._drafts[index]
         output.timing = delta.timing or Timing(
             queue=request.admitted_at - request.arrival, first_token=request.first_token_at - request.arrival
         )

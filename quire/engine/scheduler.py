@@ -379,6 +379,8 @@ class Scheduler:
                 num_accepted = len(delta.token_ids) - 1
                 reason = append_tokens(request, delta)
                 if row.num_drafts:
+                    delta.accepted = min(num_accepted, len(delta.token_ids))  # what follows an end is no output
+                    delta.rejected = row.num_drafts - delta.accepted
                     self._drafts.settle(request, row, num_accepted, self.table.last_step)
                 if index in plan.proposals:
                     self._drafts.take_proposals(

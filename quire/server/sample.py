@@ -62,6 +62,7 @@ class Sample:
         self.request = request
         self.index = index  # place among all samples of the API request
         self.ended = False
+        self._num_accepted = self._num_rejected = 0  # drafts, in all engines that have worked on the request
         self._decoder = DeltaDecoder(tokenizer, request.params, request.stop_ids)
         self._parser = parser
 
@@ -77,6 +78,8 @@ class Sample:
         if delta.finish_reason is FinishReason.CANCELLED and not self._decoder.stopped:
             raise QuireError("engine_closed", "The engine was stopped before the answer was complete.")
         new = self._decoder.push(delta)
+        self._num_accepted += delta.accepted
+        self._num_rejected += delta.rejected
         piece = Piece(
             self.index,
             token_ids=new.token_ids,
@@ -97,6 +100,7 @@ class Sample:
         self.ended = True
         usage = delta.usage or Usage(self.request.prompt_len)
         usage.completion_tokens = self.num_tokens
+        usage.accepted_prediction_tokens, usage.rejected_prediction_tokens = self._num_accepted, self._num_rejected
         reason = FinishReason.STOP if self._decoder.stopped else delta.finish_reason or FinishReason.STOP
         return End(str(reason.value), self._decoder.stop_text, usage, delta.timing or Timing())
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from quire.types.bounds import ErrorText, RequestId, TokenIds, Vector
+from quire.types.bounds import Count, ErrorText, RequestId, TokenIds, Vector
 from quire.types.errors import QuireError
 from quire.types.params import GrammarSpec, SamplingParams
 from quire.types.plans import TokenLogprobs
@@ -146,3 +146,5 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     error_code: ErrorText | None = None
     usage: Usage | None = None  # with the finish reason
     timing: Timing | None = None
+    accepted: Count = 0  # drafts of this step that became output
+    rejected: Count = 0  # drafts of this step that did not

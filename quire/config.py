@@ -124,6 +124,14 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How a model is shared out over several ranks."""
+
+    tp: int = knob(1, "tensor-parallel ranks: processes that share every layer", low=1, high=64)
+    rank_timeout: float = knob(30.0, "seconds after which a rank that does not answer counts as lost", low=0.1)
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP server and its supervision of the engine process."""
 
@@ -196,6 +204,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     # Origin of each setting that is not at its default. It is only shown, so comparisons ignore it.
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

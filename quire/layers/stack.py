@@ -24,6 +24,7 @@ from quire.layers.step import PagedInputs, Step
 from quire.types import CacheSpec
 
 if TYPE_CHECKING:
+    from quire.kernels.native.hooks import Hook
     from quire.kernels.native.library import Native
     from quire.kernels.native.matrix import PackedLinear
     from quire.kernels.native.mixture import MixturePlan
@@ -41,6 +42,13 @@ def fits_stack(block: nn.Module) -> bool:
 
     is_usual = block.shared is None or type(block.shared) is SharedExpert
     return is_usual and isinstance(block.experts.gate_up, list) and MixturePlan.fits(block.routing)
+
+
+def splits_in_stack(layer: Any) -> bool:
+    """Whether a stack can run this rank's share of a layer: it adds no bias to a sum over ranks, and its norms see the
+    heads of this rank alone."""
+    last = [layer.attention.out] if isinstance(layer.mlp, MoE) else [layer.attention.out, layer.mlp.down]
+    return not isinstance(layer.attention.qkv_norm, WideQKNorm) and all(linear.bias_after is None for linear in last)
 
 
 def plan_layer(attention: Attention, mlp: Block, group: int, rope: int) -> LayerPlan:
@@ -121,8 +129,10 @@ def make_stack(
     activation: str,
     has_gate: bool,
     is_parallel: bool,
+    reduction: Hook | None = None,
 ) -> Stack:
-    """Returns the stack of these layers. `attention`: that of any layer, for the settings that all layers share."""
+    """Returns the stack of these layers. `attention`: that of any layer, for the settings that all layers share.
+    `reduction`: sums each block's output over ranks; None: one rank."""
     from quire.kernels.native.stack import Stack, StackPlan
 
     assert ops.native is not None
@@ -150,11 +160,18 @@ def make_stack(
         embedding_scale=embedding.scale,
         residual_scale=attention.join.scale,
     )
-    return Stack(ops.native, plan)
+    return Stack(ops.native, plan, reduction)
 
 
-def run_stack(stack: Stack, step: Step, specs: Sequence[CacheSpec], caches: Mapping[str, Tensor]) -> Tensor:
-    """Returns the hidden states of `step.wanted`, [n, width]; writes K and V of every token to `caches`."""
+def run_stack(
+    stack: Stack,
+    step: Step,
+    specs: Sequence[CacheSpec],
+    caches: Mapping[str, Tensor],
+    vectors: Tensor | None = None,
+) -> Tensor:
+    """Returns the hidden states of `step.wanted`, [n, width]; writes K and V of every token to `caches`. `vectors`
+    [tokens, width]: the embeddings; None: the stack looks them up."""
     from quire.kernels.native.stack import GroupInputs
 
     groups = []
@@ -163,4 +180,4 @@ def run_stack(stack: Stack, step: Step, specs: Sequence[CacheSpec], caches: Mapp
         assert isinstance(inputs, PagedInputs)
         groups.append(GroupInputs(inputs.page_table, inputs.slots, caches[spec.group], spec.page_tokens, spec.window))
     wanted = None if step.samples is None else step.logits_index
-    return stack.run(step.tokens, step.positions, step.query_starts, groups, wanted)
+    return stack.run(step.tokens, step.positions, step.query_starts, groups, wanted, vectors=vectors)

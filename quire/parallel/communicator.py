@@ -1,7 +1,7 @@
 """The `Communicator` protocol: the ranks of one group and what they exchange. Layers get one from their `Build`.
 
-Each implementation is a file: `in_memory` for ranks that are threads of one process, `processes` for ranks that are
-processes. `Alone`, the group of one rank, is the one of an engine on a single device.
+Each implementation is a file: `in_memory` for ranks that are threads of one process, `shared_memory` for ranks that
+are processes of one machine. `Alone`, the group of one rank, is the one of an engine on a single device.
 
 All ranks of a group call the same operations in the same order. An operation that not all ranks join within the group's
 deadline raises `RankTimeout`, which names the ranks that are missing.
@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.kernels.native.hooks import Hook
 from quire.types import QuireError
 
 
@@ -51,11 +52,8 @@ class Communicator(Protocol):
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Returns rank `source`'s x on every rank. x has the same shape and dtype on all ranks; may be overwritten."""
 
-    def send(self, x: Tensor, target: int) -> None:
-        """Sends x to one rank, which must call `receive`."""
-
-    def receive(self, x: Tensor, source: int) -> Tensor:
-        """Returns what rank `source` sends next to this rank; x has its shape and dtype, and may be overwritten."""
+    def reduction(self) -> Hook | None:
+        """Returns the hook with which the native library's stack sums over the ranks; None: it can't."""
 
 
 class RankTimeout(QuireError):
@@ -93,11 +91,8 @@ class Alone:
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return x
 
-    def send(self, x: Tensor, target: int) -> None:
-        raise AssertionError("a group of one rank has no other rank to send to")
-
-    def receive(self, x: Tensor, source: int) -> Tensor:
-        raise AssertionError("a group of one rank has no other rank to receive from")
+    def reduction(self) -> Hook | None:
+        return None
 
 
 ALONE = Alone()

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from quire.kernels.native.hooks import Hook
 from quire.parallel.communicator import RankTimeout
 
 T = TypeVar("T")
@@ -29,14 +29,11 @@ class _Meeting:
     barrier: threading.Barrier
     given: list[object]
     joined: list[int]  # number of operations that each rank has joined
-    mail: dict[tuple[int, int], queue.Queue[Tensor]] = field(default_factory=dict)  # (source, target) -> tensors
 
 
 def make_group(size: int, seconds: float = 60.0) -> list[ThreadCommunicator]:
     """Returns the communicators of a new group, one per rank. `seconds`: deadline of each operation."""
-    pairs = [(source, target) for source in range(size) for target in range(size)]
-    mail: dict[tuple[int, int], queue.Queue[Tensor]] = {pair: queue.Queue() for pair in pairs}
-    meeting = _Meeting(size, seconds, threading.Barrier(size), [None] * size, [0] * size, mail)
+    meeting = _Meeting(size, seconds, threading.Barrier(size), [None] * size, [0] * size)
     return [ThreadCommunicator(rank, meeting) for rank in range(size)]
 
 
@@ -79,16 +76,8 @@ class ThreadCommunicator:
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return self._exchange(x.clone() if source == self._rank else x, "broadcast")[source].clone()
 
-    def send(self, x: Tensor, target: int) -> None:
-        self._meeting.mail[self._rank, target].put(x.clone())
-
-    def receive(self, x: Tensor, source: int) -> Tensor:
-        try:
-            found = self._meeting.mail[source, self._rank].get(timeout=self._meeting.seconds)
-        except queue.Empty:
-            raise RankTimeout((source,), "receive", 0, self._meeting.seconds) from None
-        assert found.shape == x.shape and found.dtype == x.dtype, "both ranks describe the same tensor"
-        return found
+    def reduction(self) -> Hook | None:
+        return None
 
     def leave(self) -> None:
         """Ends the group: the other ranks' operations fail at once instead of at their deadline."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from quire.engine.host.step_messages import StepMasks, StepWriter, engine_reader
@@ -25,8 +25,9 @@ class RankConnection(Protocol):
 class RankGroup:
     """Implements `Workers`."""
 
-    def __init__(self, links: Sequence[RankConnection], answering: int):
-        """`links`: one per rank. `answering`: index of the rank that sends outputs."""
+    def __init__(self, links: Sequence[RankConnection], answering: int, on_close: Callable[[], None] = lambda: None):
+        """`links`: one per rank. `answering`: index of the rank that sends outputs. `on_close`: ends the ranks."""
+        self._on_close = on_close
         self._links = list(links)
         self._answering = answering
         self._writer, self._reader = StepWriter(), engine_reader()
@@ -49,6 +50,7 @@ class RankGroup:
     def close(self) -> None:
         for link in self._links:
             link.close()
+        self._on_close()
 
     def receive(self, ticket: GroupTicket) -> StepOutput:
         """Returns a step's output. Outputs come in the order of the steps."""

@@ -7,6 +7,7 @@ A rank that fails sends a `RankFailure` and ends, because its place in the group
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ class RankLoop:
     workers: Workers  # of this rank alone
     link: RankLink
     answers: bool  # whether this rank's outputs are the group's
+    on_step: Callable[[int], None] = lambda step: None  # called with the number of each step before it runs
     _unsampled: deque[_Forwarded] = field(default_factory=deque)  # forward passes whose masks have not come
 
     def run(self) -> None:
@@ -46,6 +48,7 @@ class RankLoop:
         while (frame := self.link.read()) is not None:
             message = reader.read(frame)
             if isinstance(message, Plan):
+                self.on_step(message.step)
                 self._unsampled.append(_Forwarded(message, self.workers.forward(message)))
                 if message.may_mask:
                     continue

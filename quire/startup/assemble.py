@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,7 +41,6 @@ from quire.kernels.validation.trials import TOLERANCE
 from quire.machine import read_machine
 from quire.models.loading.device_memory import available_memory
 from quire.models.loading.loader import (
-    LoadedModel,
     load_model,
 )
 from quire.models.model import Model
@@ -60,6 +60,7 @@ from quire.startup import Compilers
 from quire.startup.cache_plan import allocate_cache, find_files, plan_model_memory
 from quire.startup.defaults import describe_gpu, pick_device, resolve_limits, resolve_page_tokens
 from quire.startup.draft_network import LoadedDraft, load_draft
+from quire.startup.rank_engine import start_ranks
 from quire.startup.trial_notes import TrialNote, find_note
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -89,24 +90,48 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     files = find_files(config, progress)
     tokenizer = load_tokenizer(files)
     template = lazy_template(tokenizer, config.model.chat_template)
-    note = find_note(config, files, describe_gpu(device))
-    loaded, engine, memory = _load_engine(config, files, tokenizer, device, note, progress or QuietProgress())
-    eos_ids = tuple(dict.fromkeys([*loaded.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
-    if loaded.model.ops.native is not None:
-        torch.set_num_threads(1)  # the native thread pool uses the cores; torch only runs small operations
+    running = _run_ranks(config, device)
+    if running is None:
+        note = find_note(config, files, describe_gpu(device))
+        running = _load_engine(config, files, tokenizer, device, note, progress or QuietProgress())
+    engine, memory = running.engine, running.memory
+    eos_ids = tuple(dict.fromkeys([*running.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
     edge = Edge(
         tokenizer=tokenizer,
         template=template,
-        vocab_size=loaded.model.vocab_size,
+        vocab_size=running.vocab_size,
         max_len=memory.capacity_tokens,
         eos_ids=eos_ids,
-        defaults=loaded.generation_defaults,
+        defaults=running.defaults,
         clock=engine.scheduler.clock,
         special_in_content=config.model.special_in_content,
         tool_format=config.server.tool_format,
     )
-    grammars = _grammar_queue(tokenizer, eos_ids, loaded.model.vocab_size)
-    return Assembly(engine, edge, memory, files, loaded.dtype, grammars)
+    grammars = _grammar_queue(tokenizer, eos_ids, running.vocab_size)
+    return Assembly(engine, edge, memory, files, running.dtype, grammars)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningModel:
+    """An engine, and what a front end has to know of its model."""
+
+    engine: Engine
+    memory: MemoryPlan
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    defaults: dict[str, Any]
+    dtype: str
+
+
+def _run_ranks(config: Config, device: torch.device) -> RunningModel | None:
+    """Returns the engine of a group of ranks; None: the model runs in this process."""
+    if config.parallel.tp == 1:
+        return None
+    ranks = start_ranks(config)
+    loaded, drafter = ranks.loaded, make_drafter(config.engine.speculate)
+    engine = engine_of(ranks.workers, ranks.memory, config, device, drafter)
+    eos_ids = tuple(loaded.eos_ids)
+    return RunningModel(engine, ranks.memory, loaded.vocab_size, eos_ids, loaded.defaults, loaded.dtype)
 
 
 def _load_engine(
@@ -116,8 +141,8 @@ def _load_engine(
     device: torch.device,
     note: TrialNote | None,
     progress: Progress,
-) -> tuple[LoadedModel, Engine, MemoryPlan]:
-    """Returns a loaded model with its engine.
+) -> RunningModel:
+    """Returns the engine of a model that runs in this process.
 
     If an earlier start left a note, its kernels are used without trials, provided that the engine's first warm-up runs:
     a kernel may have been damaged on disk since. If that fails, the note is deleted and the model is loaded again with
@@ -128,7 +153,7 @@ def _load_engine(
         found = _load_with(Findings(noted), config, files, tokenizer, device, note, progress)
         if note.read() is not None:
             return found
-        found[1].close()
+        found.engine.close()
         del found
         release_memory(device)
     findings = Findings()
@@ -146,7 +171,7 @@ def _load_with(
     device: torch.device,
     note: TrialNote | None,
     progress: Progress,
-) -> tuple[LoadedModel, Engine, MemoryPlan]:
+) -> RunningModel:
     def forbid_note() -> None:
         findings.forbid_note()
         if note is not None:
@@ -180,7 +205,10 @@ def _load_with(
         draft=draft,
     )
     engine.run_warm_up()  # for one request, so that the first one meets neither a compiler nor a broken kernel
-    return loaded, engine, memory
+    if loaded.model.ops.native is not None:
+        torch.set_num_threads(1)  # the native thread pool uses the cores; torch only runs small operations
+    model = loaded.model
+    return RunningModel(engine, memory, model.vocab_size, loaded.eos_ids, loaded.generation_defaults, loaded.dtype)
 
 
 def lower_precision(config: Config, parts: Assembly) -> dict[str, str]:
@@ -245,13 +273,18 @@ def build_runner(
     findings: Findings | None = None,
     draft: LoadedDraft | None = None,
     share_samples: Callable[[Sampler], TokenSampler] | None = None,
+    agree: Callable[[MemoryPlan], MemoryPlan] = lambda memory: memory,
+    num_ranks: int = 1,
 ) -> tuple[Runner, MemoryPlan]:
-    """Returns what executes plans on this device, and the plan of its memory. `share_samples`: wraps the sampler of a
-    rank, so that all ranks of a group get the same tokens."""
+    """Returns what executes plans on this device, and the plan of its memory.
+
+    For one of `num_ranks` ranks that share the device's memory: `share_samples` wraps the sampler, so that all ranks of
+    a group get the same tokens, and `agree` changes the memory plan to that of the group.
+    """
     limits = resolve_limits(config, device)
     network = draft.network if draft is not None else None
-    available = available_memory(device)
-    memory = plan_model_memory(model, config, limits, device, available, weights, max_model_len, network)
+    available = available_memory(device) // num_ranks
+    memory = agree(plan_model_memory(model, config, limits, device, available, weights, max_model_len, network))
     checksums = config.cache.swap_checksums
     store, memory = allocate_cache(memory, device, device.type == "cpu" if checksums is None else checksums)
     draft_specs = network.specs if network is not None else []

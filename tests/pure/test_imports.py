@@ -21,7 +21,7 @@ FORBIDDEN = [  # contract, importing module, imported module
     (FLOORS, "quire.edge", "quire.runtime.store"),
     (FLOORS, "quire.types.plans", "quire.config"),
     (FLOORS, "quire.parallel.communicator", "quire.layers.linear"),
-    (FLOORS, "quire.parallel.communicator", "quire.kernels.table"),
+    (FLOORS, "quire.kernels.table", "quire.parallel.communicator"),
     (
         "startup: what builds an engine is above what it is built from",
         "quire.startup.defaults",

@@ -7,7 +7,7 @@ loaded on the first call; without a usable library `NotBuilt` says why.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -178,6 +178,7 @@ class StepDesc(Structure):
         ("wanted", c_void_p),
         ("num_wanted", c_int64),
         ("adapters", POINTER(AdaptersDesc)),
+        ("vectors", c_void_p),
     )
 
 
@@ -305,6 +306,14 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32,
         (c_void_p, _ADDRESS, _ADDRESS, c_int64, c_int64, POINTER(RowsDesc), POINTER(ProjectionColumns), _ADDRESS),
     ),
+    "quire_group_bytes": (c_int64, (c_int64, c_int64)),
+    "quire_group_join": (c_void_p, (_ADDRESS, c_int64, c_int64, c_int64, c_double)),
+    "quire_group_leave": (None, (c_void_p,)),
+    "quire_group_reduce": (c_int32, (c_void_p, _ADDRESS, c_int64)),
+    "quire_group_gather": (c_int32, (c_void_p, _ADDRESS, POINTER(c_int64), _ADDRESS)),
+    "quire_group_missing": (c_int64, (c_void_p,)),
+    "quire_group_step": (None, (c_void_p, c_int64)),
+    "quire_group_read": (None, (_ADDRESS, c_int64, POINTER(c_int64), POINTER(c_int64))),
     "quire_choose": (
         c_int32,
         (

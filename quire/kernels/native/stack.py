@@ -132,10 +132,12 @@ class Stack:
         groups: Sequence[GroupInputs],
         wanted: Tensor | None = None,
         adapters: Hook | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
         """Runs the decoder. `tokens` and `positions` are [tokens] int64, `query_starts` [rows + 1] int32. Returns the
         normed hidden states of the `wanted` tokens (ascending; None: all), [n, width], and writes the keys and values
-        of all tokens to the groups' caches. `adapters` are called beside every product of the step."""
+        of all tokens to the groups' caches. `adapters` are called beside every product of the step. `vectors` [tokens,
+        width] float32: the embeddings of the tokens; None: the stack looks them up."""
         descs = (GroupDesc * len(groups))(*(_group(group) for group in groups))
         step = StepDesc(
             tokens.data_ptr(),
@@ -147,6 +149,7 @@ class Stack:
             _address(wanted),
             -1 if wanted is None else len(wanted),
             None if adapters is None else pointer(adapters.adapters()),
+            _address(vectors),
         )
         out = torch.empty(len(tokens) if wanted is None else len(wanted), self._width)
         try:

@@ -24,6 +24,7 @@ from quire.kernels.validation.trial_results import Findings
 from quire.layers.build import Build
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.quant.schemes import Schemes
+from quire.layers.split import cannot_split
 from quire.layers.weights import iter_weights, weights_bytes
 from quire.models.fallback.model import FallbackModel
 from quire.models.fallback.tensor_names import RenamedCheckpoint
@@ -237,6 +238,8 @@ def build_model(
     model_type = find_model_type(hf_config)
     family = find_family(model_type)
     config = _read_config(family, {**hf_config, "model_type": model_type})
+    if communicator.size > 1 and family is FallbackModel:
+        raise cannot_split(f"{model_type}, which runs through transformers,", communicator.size)
     ops = ops or select_ops(device.type)
     if ops.native is not None and not _runs_natively(family, config, quant, dtype, hf_config):
         ops = REFERENCE

@@ -269,6 +269,10 @@ void embed(Context& c, const StackDesc& stack, const StepDesc& step, float* stre
     c.pool.share(tokens, grain(tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
             float* row = stream + t * width;
+            if (step.vectors) {
+                memcpy(row, step.vectors + t * width, width * sizeof(float));
+                continue;
+            }
             unpack_row(stack.embedding, step.tokens[t], row);
             if (stack.embedding_scale != 1.0f)
                 for (int64_t i = 0; i < width; ++i) row[i] *= stack.embedding_scale;

@@ -68,6 +68,7 @@ struct StepDesc {
     const int64_t* wanted;  // tokens whose hidden states are wanted, ascending
     int64_t num_wanted;     // -1: all
     const AdaptersDesc* adapters;  // or null
+    const float* vectors;  // [tokens, width]: the tokens' embeddings, scaled; null: the stack looks them up
 };
 
 // Memory for the duration of one call, which never shrinks. Throws std::bad_alloc and is empty afterwards.

@@ -27,7 +27,7 @@ from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, PostRopeQKNorm, QKNorm, RMSNorm, WideQKNorm
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.rope import Rope, RopeConfig
-from quire.layers.stack import fits_stack, make_stack, plan_layer, run_stack
+from quire.layers.stack import fits_stack, make_stack, plan_layer, run_stack, splits_in_stack
 from quire.layers.step import Step
 from quire.models.families.dense.config import DenseConfig
 from quire.models.families.dense.families import read_dense
@@ -125,6 +125,7 @@ class DenseModel(nn.Module, Model):
         super().__init__()
         self.config = config
         self.ops = build.ops
+        self.communicator = build.communicator
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         gates = 0 if config.attention_names.gate is None else config.num_heads
@@ -167,7 +168,8 @@ class DenseModel(nn.Module, Model):
         pages, page_tokens, kv_heads, head_dim]. Returns the selected normed hidden states, [n, width].
         """
         if self.stack is not None:
-            return run_stack(self.stack, step, self.specs, caches)
+            vectors = self.embedding(step.tokens) if self.communicator.size > 1 else None
+            return run_stack(self.stack, step, self.specs, caches, vectors)
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
         if self.config.query_scaling is not None:
             query_scale = self.config.query_scaling.at(step.positions)
@@ -191,6 +193,9 @@ class DenseModel(nn.Module, Model):
         """All layers as one native call, where the ops have it. Built at the first step, once weights are real."""
         if self.ops.native is None or not self.runs_as_one_call():
             return None
+        reduction = self.communicator.reduction()
+        if self.communicator.size > 1 and (reduction is None or not all(map(splits_in_stack, self.layers))):
+            return None
         groups = [spec.group for spec in self.specs]
         layers: Any = list(self.layers)
         plans = [
@@ -207,6 +212,7 @@ class DenseModel(nn.Module, Model):
             activation=self.config.activation,
             has_gate=self.config.gated,
             is_parallel=self.config.parallel,
+            reduction=reduction,
         )
 
     def runs_as_one_call(self) -> bool:

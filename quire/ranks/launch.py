@@ -1,0 +1,137 @@
+"""Starts the ranks of a group on this machine, lets them agree on the cache, and connects an engine to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.cache.memory import MemoryPlan
+from quire.parallel.shared_memory import GroupMemory, create_group_memory
+from quire.ranks import messages
+from quire.ranks.group import RankGroup
+from quire.ranks.messages import AgreedCache, FromRank, RankFailed, RankLoaded, RankReady, StartRank
+from quire.ranks.socket_links import FrameSocket, SocketRankConnection
+from quire.types import QuireError
+
+START_SECONDS = 600.0  # for loading the model
+END_SECONDS = 5.0  # for ranks to end by themselves
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's process and its socket."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    frames: FrameSocket
+
+    def receive(self, deadline: float) -> FromRank:
+        try:
+            frame = self.frames.read(deadline)
+        except TimeoutError:
+            raise QuireError("rank_timeout", f"Rank {self.number} did not start within {START_SECONDS:g} s.") from None
+        if frame is None:
+            self.process.wait()
+            code = self.process.returncode
+            raise QuireError("rank_lost", f"Rank {self.number} ended while it started, with exit code {code}.")
+        message = messages.decode_from_rank(frame)
+        if isinstance(message, RankFailed):
+            raise message.error()
+        return message
+
+
+class LocalRanks:
+    """The ranks of one group, as processes of this machine. Implements what `RankGroup` needs to close them."""
+
+    def __init__(self, settings: Mapping[str, Any], size: int, seconds: float):
+        """Starts the processes, which load the model, and waits until all have. `settings`: those of the engine;
+        `seconds`: deadline of each operation of the group."""
+        path = create_group_memory(size)
+        self._seconds = seconds
+        self._ranks: list[_Rank] = []
+        try:
+            self._memory = GroupMemory(path)
+            self._ranks = [_start(number) for number in range(size)]
+            for rank in self._ranks:
+                start = StartRank(
+                    settings=dict(settings), rank=rank.number, size=size, memory=str(path), seconds=seconds
+                )
+                rank.frames.write(messages.encode(start))
+            deadline = time.monotonic() + START_SECONDS
+            self.loaded = [_expect(rank.receive(deadline), RankLoaded) for rank in self._ranks]
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            path.unlink()
+
+    def agree(self) -> MemoryPlan:
+        """Lets all ranks allocate a cache of as many units as fit on each, and returns the first rank's plan of it."""
+        plans = [loaded.memory for loaded in self.loaded]
+        units = [min(counts) for counts in zip(*(plan.num_units for plan in plans), strict=True)]
+        host = None
+        if all(plan.num_host_units is not None for plan in plans):
+            host = [min(counts) for counts in zip(*(plan.num_host_units or () for plan in plans), strict=True)]
+        deadline = time.monotonic() + START_SECONDS
+        for rank in self._ranks:
+            rank.frames.write(messages.encode(AgreedCache(num_units=units, num_host_units=host)))
+        for rank in self._ranks:
+            _expect(rank.receive(deadline), RankReady)
+        capacity = min(plan.capacity_tokens for plan in plans)
+        host_units = None if host is None else tuple(host)
+        plan: MemoryPlan = plans[0]
+        return replace(plan, num_units=tuple(units), num_host_units=host_units, capacity_tokens=capacity)
+
+    def group(self) -> RankGroup:
+        """Returns the workers that send plans to these ranks."""
+        connections = [
+            SocketRankConnection(rank.number, rank.frames, self._seconds + 1, self._describe) for rank in self._ranks
+        ]
+        return RankGroup(connections, answering=0, on_close=self.close)
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
+    def close(self) -> None:
+        """Ends the ranks: by closing their sockets, or by force if they do not end in time."""
+        for rank in self._ranks:
+            rank.frames.close()
+        deadline = time.monotonic() + END_SECONDS
+        for rank in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            if rank.process.poll() is None:
+                rank.process.kill()
+                rank.process.wait()
+
+    def _describe(self, number: int) -> str:
+        """Returns where a rank is and which ranks are alive, as the end of a sentence."""
+        place = self._memory.position(number)
+        dead = [str(rank.number) for rank in self._ranks if rank.process.poll() is not None]
+        others = f"; ended: rank {', '.join(dead)}" if dead else ""
+        return f"(step {place.step}, operation {place.joined}{others})"
+
+
+def _start(number: int) -> _Rank:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "quire.startup.rank_process", str(theirs.fileno())]
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=environment
+        )
+    return _Rank(number, process, FrameSocket(ours))
+
+
+def _expect(message: FromRank, kind: type[Any]) -> Any:
+    if not isinstance(message, kind):
+        raise QuireError("bad_message", f"A rank sent {type(message).__name__} instead of {kind.__name__}.")
+    return message

@@ -1,0 +1,51 @@
+"""Starts the ranks that a config asks for, and returns the workers of their group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.cache.memory import MemoryPlan
+from quire.config import Config
+from quire.config_build import engine_settings
+from quire.engine.workers import Workers
+from quire.machine import read_machine
+from quire.ranks.launch import LocalRanks
+from quire.ranks.messages import RankLoaded
+from quire.startup.defaults import pick_device
+from quire.types import QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRanks:
+    """A group of ranks that wait for plans."""
+
+    workers: Workers
+    memory: MemoryPlan
+    loaded: RankLoaded
+
+
+def start_ranks(config: Config) -> RunningRanks:
+    """Returns the group of the config's tensor-parallel ranks."""
+    check_ranks(config)
+    size = config.parallel.tp
+    threads = config.engine.threads or max(1, read_machine().num_usable_cores // size)
+    settings = {**engine_settings(config), "threads": threads}
+    ranks = LocalRanks(settings, size, config.parallel.rank_timeout)
+    try:
+        memory = ranks.agree()
+    except BaseException:
+        ranks.close()
+        raise
+    return RunningRanks(ranks.group(), memory, ranks.loaded[0])
+
+
+def check_ranks(config: Config) -> None:
+    """Raises an error for settings that a group of ranks does not have."""
+    if pick_device(config.engine.device).type != "cpu":
+        raise _refuse("device", "Tensor-parallel ranks run on CPUs only", "Use --device cpu, or --tp 1.")
+    if config.engine.speculate.startswith(("draft:", "mtp")):
+        raise _refuse("speculate", "A draft model does not run on several ranks", "Use other proposers, or --tp 1.")
+
+
+def _refuse(name: str, what: str, hint: str) -> QuireError:
+    return QuireError("invalid_parameter", f"{what}.", hint, param=name)

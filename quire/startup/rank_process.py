@@ -1,0 +1,123 @@
+"""The process of one rank: it joins its group, loads its share of the model, and executes the engine's plans.
+
+`quire.ranks.launch` starts it as `python -m quire.startup.rank_process DESCRIPTOR` with one end of a pair of sockets.
+It ends when the engine closes the other end, which the system does when the engine's process ends in any way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from quire.cache.memory import MemoryPlan
+from quire.config import Config
+from quire.config_build import override_config
+from quire.ranks import messages
+from quire.ranks.messages import AgreedCache, RankFailed, RankLoaded, RankReady, StartRank
+from quire.ranks.socket_links import FrameSocket
+from quire.types import QuireError
+
+
+def run_rank_process(descriptor: int) -> int:
+    """Runs the rank from start to end. Returns its exit code."""
+    frames = FrameSocket(socket.socket(fileno=descriptor))
+    try:
+        first = frames.read()
+        start = None if first is None else messages.decode_to_rank(first)
+        if not isinstance(start, StartRank):
+            return 1
+        _run(start, frames)
+        return 0
+    except QuireError as error:
+        failed = RankFailed(code=error.code, what=error.what, hint=error.hint, param=error.param)
+    except Exception as error:
+        failed = RankFailed(code="engine_failed", what=f"A rank failed: {type(error).__name__}: {error}.")
+    with contextlib.suppress(OSError):  # the engine may be gone
+        frames.write(messages.encode(failed))
+    print(f"quire rank: {failed.error()}", file=sys.stderr)
+    return 1
+
+
+def _run(start: StartRank, frames: FrameSocket) -> None:
+    # Imported late: torch takes seconds, and a wrong start message must fail before that.
+    import torch
+
+    from quire.models.loading.loader import load_model
+    from quire.parallel.shared_memory import GroupMemory, SharedMemoryCommunicator
+    from quire.ranks.rank_loop import RankLoop
+    from quire.ranks.shared_sampler import SharedSampler
+    from quire.startup.assemble import build_runner
+    from quire.startup.cache_plan import find_files
+    from quire.startup.defaults import pick_device, resolve_page_tokens
+
+    config = override_config(Config(), start.settings)
+    device = pick_device(config.engine.device)
+    torch.set_num_threads(config.engine.threads or 1)
+    communicator = SharedMemoryCommunicator(GroupMemory(Path(start.memory)), start.rank, start.size, start.seconds)
+    with warnings.catch_warnings():
+        if start.rank:  # all ranks say the same about the model
+            warnings.simplefilter("ignore")
+        loaded = load_model(
+            find_files(config, None),
+            dtype=config.model.dtype,
+            device=device,
+            max_model_len=config.model.max_model_len,
+            page_tokens=resolve_page_tokens(config, device),
+            random_weights=config.model.random_weights,
+            quant=config.model.quant,
+            kv_dtype=config.cache.kv_dtype,
+            deterministic=config.engine.deterministic,
+            kernels=config.engine.kernels,
+            communicator=communicator,
+        )
+
+    def agree(memory: MemoryPlan) -> MemoryPlan:
+        """Returns the plan with the units that the engine found to fit on all ranks."""
+        found = RankLoaded(
+            vocab_size=loaded.model.vocab_size,
+            max_model_len=loaded.max_model_len,
+            eos_ids=list(loaded.eos_ids),
+            defaults=loaded.generation_defaults,
+            dtype=loaded.dtype,
+            weights=loaded.weights_bytes,
+            memory=memory,
+        )
+        frames.write(messages.encode(found))
+        frame = frames.read()
+        agreed = None if frame is None else messages.decode_to_rank(frame)
+        if not isinstance(agreed, AgreedCache):
+            raise QuireError("engine_lost", "The engine ended before it had agreed on the size of the cache.")
+        host = None if agreed.num_host_units is None else tuple(agreed.num_host_units)
+        return replace(memory, num_units=tuple(agreed.num_units), num_host_units=host)
+
+    share = partial(SharedSampler, communicator=communicator, source=0)
+    runner, _ = build_runner(
+        loaded.model,
+        config,
+        loaded.max_model_len,
+        device,
+        weights=loaded.weights_bytes,
+        share_samples=share,
+        agree=agree,
+        num_ranks=start.size,
+    )
+    if loaded.model.ops.native is not None:
+        torch.set_num_threads(1)  # the native thread pool uses the cores
+    frames.write(messages.encode(RankReady()))
+    try:
+        RankLoop(runner, frames, answers=start.rank == 0, on_step=communicator.enter_step).run()
+    finally:
+        communicator.leave()
+
+
+if __name__ == "__main__":
+    code = run_rank_process(int(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

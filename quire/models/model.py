@@ -6,7 +6,7 @@ Families inherit from it. An optional ability has a default here, so callers nev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from quire.kernels.table import Ops
 from quire.layers.build import Build
 from quire.layers.step import Step
 from quire.types import CacheSpec
+
+if TYPE_CHECKING:
+    from quire.models.mtp_head import HeadForm
 
 
 class Model(Protocol):
@@ -45,6 +48,11 @@ class Model(Protocol):
     def captures_decodes_only(self) -> bool:
         """Whether only decode steps are captured and warmed up; others would delay requests for seconds."""
         return False
+
+    def head_form(self) -> HeadForm | None:
+        """Returns how the family publishes a head for multi-token prediction; None: it does not. A checkpoint need not
+        have the head."""
+        return None
 
     def start_notes(self) -> Sequence[str]:
         """Returns lines to show when the model starts, about what it does slower or otherwise than expected."""

@@ -37,6 +37,7 @@ FAMILIES = {  # model_type of a config.json -> module and class
     "hyperclovax": _DENSE,
     "jais2": _DENSE,
     "llama": _DENSE,
+    "mimo": _DENSE,
     "ministral": _DENSE,
     "ministral3": _DENSE,
     "mistral": _DENSE,
@@ -99,6 +100,7 @@ FAMILIES = {  # model_type of a config.json -> module and class
 FALLBACK = "quire.models.fallback.model:FallbackModel"
 ARCHITECTURES = {  # entry of `architectures` -> model_type, for a config.json without one
     "LlamaForCausalLM": "llama",
+    "MiMoForCausalLM": "mimo",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",

@@ -192,7 +192,7 @@ def _load_with(
         findings=findings,
         progress=progress,
     )
-    draft = load_draft(config, loaded, tokenizer, device, progress)
+    draft = load_draft(config, files, loaded, tokenizer, device, progress)
     release_memory(device)  # frees weights that were quantized after reading, before the plan reads the free memory
     engine, memory = build_model_engine(
         loaded.model,

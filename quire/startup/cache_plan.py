@@ -45,7 +45,7 @@ def memory_report(config: Config) -> MemoryPlan:
     )
     limits = resolve_limits(config, device)
     max_model_len = config.model.max_model_len or model.max_positions
-    draft = build_draft(config, device)
+    draft = build_draft(config, files, model, device)
     network = draft.network if draft is not None else None
     weights = weights_bytes(model) + (draft.weights_bytes if draft is not None else 0)
     available = available_memory(device) - weights

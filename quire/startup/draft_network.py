@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from quire.config import Config
-from quire.engine.speculation.build import parse_speculate
+from quire.engine.speculation.build import SpeculateSetting, parse_speculate
 from quire.files.progress import Progress
 from quire.files.source import ModelFiles, resolve_model
 from quire.kernels.table import select_ops
 from quire.layers.weights import weights_bytes
 from quire.models.drafting import DraftModel, DraftNetwork
+from quire.models.loading.head import build_head, fill_head
 from quire.models.loading.loader import LoadedModel, build_model, load_model, read_config
+from quire.models.model import Model
+from quire.models.mtp_head import MTPHead
 from quire.startup.defaults import resolve_page_tokens
 from quire.text.loading import load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -30,13 +33,22 @@ class LoadedDraft:
 
 
 def load_draft(
-    config: Config, loaded: LoadedModel, tokenizer: Tokenizer | None, device: torch.device, progress: Progress
+    config: Config,
+    files: ModelFiles,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+    progress: Progress,
 ) -> LoadedDraft | None:
-    """Returns the draft network of the setting `speculate`; None if it asks for none. `loaded`, `tokenizer`: the
-    model's."""
+    """Returns the draft network of the setting `speculate`; None if it asks for none. `files`, `loaded`, `tokenizer`:
+    the model's."""
     setting = parse_speculate(config.engine.speculate)
     if setting.draft_model is None:
-        return None
+        head = _build_head(setting, config, files, loaded.model, device)
+        if head is None:
+            return None
+        weights = fill_head(head, files, device, random_weights=config.model.random_weights, progress=progress)
+        return LoadedDraft("mtp", head, weights)
     return _load_model(setting.draft_model, config, loaded, tokenizer, device, progress)
 
 
@@ -71,11 +83,32 @@ def _load_model(
     return LoadedDraft("draft", DraftModel(loaded.model, files.name), loaded.weights_bytes)
 
 
-def build_draft(config: Config, device: torch.device) -> LoadedDraft | None:
-    """Returns the draft network of the setting `speculate` without its weights, for a memory plan."""
+def _build_head(
+    setting: SpeculateSetting, config: Config, files: ModelFiles, model: Model, device: torch.device
+) -> MTPHead | None:
+    """Returns the head of the checkpoint on meta; None if none is wanted, or none is there and none is required."""
+    if not (setting.head or setting.head_if_any):
+        return None
+    return build_head(
+        files,
+        model,
+        dtype=config.model.dtype,
+        device=device,
+        page_tokens=resolve_page_tokens(config, device),
+        quant=config.model.quant,
+        kv_dtype=config.cache.kv_dtype,
+        random_weights=config.model.random_weights,
+        required=setting.head,
+    )
+
+
+def build_draft(config: Config, files: ModelFiles, target: Model, device: torch.device) -> LoadedDraft | None:
+    """Returns the draft network of the setting `speculate` without its weights, for a memory plan. `files`, `target`:
+    the model's."""
     setting = parse_speculate(config.engine.speculate)
     if setting.draft_model is None:
-        return None
+        head = _build_head(setting, config, files, target, device)
+        return None if head is None else LoadedDraft("mtp", head, weights_bytes(head))
     files = resolve_draft(setting.draft_model, config, None)
     model, _ = build_model(
         read_config(files),

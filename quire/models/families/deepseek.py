@@ -30,6 +30,7 @@ from quire.layers.weights import scale_by, set_forms
 from quire.models.families.moe_families import draft_layers, shared_beside_routed, sparse_layers
 from quire.models.loading.fields import above_zero, check_layer_types, check_silu, flag, number, whole
 from quire.models.model import Model
+from quire.models.mtp_head import HeadForm, deepseek_form
 from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"
@@ -119,12 +120,12 @@ class DeepSeekConfig:
 class DeepSeekLayer(nn.Module):
     """Latent attention, and a feed-forward block or experts."""
 
-    def __init__(self, index: int, config: DeepSeekConfig, build: Build):
+    def __init__(self, index: int, cache_index: int, config: DeepSeekConfig, build: Build):
         super().__init__()
         prefix, width = f"model.layers.{index}", config.attention.width
         norm = RMSNorm(f"{prefix}.input_layernorm", width, config.norm_eps, build)
         self.attention = LatentAttention(
-            f"{prefix}.self_attn", norm, config.attention, index, form=config.form, build=build
+            f"{prefix}.self_attn", norm, config.attention, cache_index, form=config.form, build=build
         )
         scale = scale_by(config.residual_scale)
         set_forms(self.attention.out, (scale,))
@@ -164,11 +165,25 @@ class DeepSeekModel(nn.Module, Model):
         self.activation_elements = 4 * shape.width + blocks
         self.specs = [latent_spec(shape, config.form, tuple(range(config.num_layers)), build)]
         self.embedding = Embedding(EMBEDDING, config.vocab_size, shape.width, build, config.embedding_scale)
-        self.layers = nn.ModuleList(DeepSeekLayer(index, config, build) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(DeepSeekLayer(index, index, config, build) for index in range(config.num_layers))
         self.norm = RMSNorm("model.norm", shape.width, config.norm_eps, build)
         head = EMBEDDING if config.tied else "lm_head"
         self.head = Head(head, config.vocab_size, shape.width, build, scale=config.logit_scale)
         self.rope = Rope(config.rope, shape.rope_dim, build)
+
+    def head_form(self) -> HeadForm:
+        config, index = self.config, self.config.num_layers
+        # The layer after the last has experts if the model has any.
+        more = replace(config, sparse_layers=config.sparse_layers | ({index} if config.moe is not None else set()))
+        return deepseek_form(
+            f"model.layers.{index}",
+            config.attention.width,
+            config.norm_eps,
+            lambda build: DeepSeekLayer(index, 0, more, build),
+            self.specs[0],
+            self.rope,
+            tied=config.tied,
+        )
 
     def ignored_prefixes(self) -> tuple[str, ...]:
         return self._ignored_prefixes

@@ -19,10 +19,11 @@ from quire.layers.norm import Norm
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import scale_by, set_forms
 from quire.models.families.dense.config import DenseConfig
-from quire.models.families.dense.decoder import DenseLayer, DenseModel
+from quire.models.families.dense.decoder import DenseLayer, DenseModel, FeedForward
 from quire.models.families.granite_moe import granite_mixture
 from quire.models.families.moe_families import MOE, draft_layers, sparse_layers
 from quire.models.loading.fields import check_silu, with_defaults
+from quire.models.mtp_head import HeadForm, deepseek_form
 
 Fields = Mapping[str, Any]
 
@@ -64,21 +65,8 @@ class MoEModel(DenseModel):
         build: Build,
     ):
         scale = scale_by(config.residual_scale)
-
-        def feed_forward(index: int, norm: Norm | None, join: ResidualJoin) -> nn.Module | None:
-            if index not in config.sparse_layers:
-                return None
-            layer = f"{config.dense.names.layers}.{index}"
-            names = config.names.below(layer)
-            if config.granite_layout:
-                return granite_mixture(layer, names, norm, config.shape, scale, build=build)
-            return MoE(names, norm, config.shape, build=build, join=join)
-
-        super().__init__(
-            config.dense,
-            build=build,
-            feed_forward=feed_forward,
-        )
+        super().__init__(config.dense, build=build, feed_forward=_feed_forward(config, build))
+        self._mixture = config
         self.activation_elements = max(self.activation_elements, 4 * config.dense.width + moe_activations(config.shape))
         self._ignored_prefixes = config.ignored_tensors
         if scale is not None:
@@ -89,6 +77,42 @@ class MoEModel(DenseModel):
     def ignored_prefixes(self) -> tuple[str, ...]:
         return self._ignored_prefixes
 
+    def head_form(self) -> HeadForm | None:
+        config = self._mixture
+        dense, index = config.dense, config.dense.num_layers
+        if not config.ignored_tensors or dense.norm.kind != "rms":
+            return None  # such a checkpoint has no layers after the last
+        more = replace(
+            config,
+            dense=replace(dense, ropes=(*dense.ropes, dense.ropes[-1]), windows=(*dense.windows, None)),
+            sparse_layers=config.sparse_layers | {index},
+        )
+        return deepseek_form(
+            f"{dense.names.layers}.{index}",
+            dense.width,
+            dense.norm.eps,
+            lambda build: DenseLayer(index, 0, more.dense, build, _feed_forward(more, build)),
+            replace(self.specs[0], window=None),
+            self.ropes[self.layer_ropes[-1]],
+            tied=dense.tied,
+        )
+
     @staticmethod
     def read_config(config: Fields) -> MoEConfig:
         return MoEConfig.from_hf(config)
+
+
+def _feed_forward(config: MoEConfig, build: Build) -> FeedForward:
+    """Returns what builds a layer's experts."""
+    scale = scale_by(config.residual_scale)
+
+    def feed_forward(index: int, norm: Norm | None, join: ResidualJoin) -> nn.Module | None:
+        if index not in config.sparse_layers:
+            return None
+        layer = f"{config.dense.names.layers}.{index}"
+        names = config.names.below(layer)
+        if config.granite_layout:
+            return granite_mixture(layer, names, norm, config.shape, scale, build=build)
+        return MoE(names, norm, config.shape, build=build, join=join)
+
+    return feed_forward

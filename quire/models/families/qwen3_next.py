@@ -36,6 +36,7 @@ from quire.models.families.hybrid import (
     mixers_with_mlps,
 )
 from quire.models.loading.fields import check_silu, flag, number, whole
+from quire.models.mtp_head import AttentionThenMLP, HeadForm
 from quire.types import QuireError
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
@@ -108,32 +109,15 @@ class QwenHybridModel(HybridModel):
         attention, recurrent = shape.attention, shape.recurrent
         assert isinstance(attention, AttentionShape) and isinstance(recurrent, RecurrentShape)
 
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(name, shape.width, shape.norm_eps, build, config.norm_offset)
-
         def make_block(place: int, cache_index: int) -> nn.Module:
             layer = f"{config.prefix}.layers.{place // 2}"
             if place % 2:
-                mlp_norm = norm(f"{layer}.post_attention_layernorm")
-                if config.moe is not None and place // 2 not in config.dense_layers:
-                    names = ExpertNames(f"{layer}.mlp")
-                    experts = _experts(names, config.moe, build, num_merged_experts(config.moe, build.ops))
-                    return MoE(names, mlp_norm, config.moe, build=build, experts=experts)
-                return GatedMLP(f"{layer}.mlp", mlp_norm, shape.width, config.inner_width, bias=False, build=build)
-            first_norm = norm(f"{layer}.input_layernorm")
+                return _feed_forward(layer, config, place // 2 not in config.dense_layers, build)
             if shape.blocks[place] == "attention":
-                return GatedAttention(
-                    f"{layer}.self_attn",
-                    first_norm,
-                    attention,
-                    cache_index,
-                    bias=config.attention_bias,
-                    build=build,
-                    norm_offset=config.norm_offset,
-                )
+                return _attention(layer, config, cache_index, build)
             return GatedDeltaNet(
                 f"{layer}.linear_attn",
-                first_norm,
+                _norm(f"{layer}.input_layernorm", config, build),
                 shape.width,
                 recurrent,
                 cache_index,
@@ -154,10 +138,61 @@ class QwenHybridModel(HybridModel):
             build=build,
             norm_offset=config.norm_offset,
         )
+        self._config = config
+
+    def head_form(self) -> HeadForm | None:
+        config, layer = self._config, "mtp.layers.0"
+        spec = next((spec for spec in self.specs if spec.kind == "paged"), None)
+        if spec is None or self.rope is None:
+            return None
+
+        def make_layer(build: Build) -> nn.Module:
+            return AttentionThenMLP(_attention(layer, config, 0, build), _feed_forward(layer, config, True, build))
+
+        return HeadForm(
+            embed_norm="mtp.pre_fc_norm_embedding",
+            hidden_norm="mtp.pre_fc_norm_hidden",
+            project="mtp.fc",
+            norm="mtp.norm",
+            width=config.shape.width,
+            norm_eps=config.shape.norm_eps,
+            make_layer=make_layer,
+            spec=spec,
+            rope=self.rope,
+            norm_offset=config.norm_offset,
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> QwenHybridConfig:
         return QwenHybridConfig.from_hf(config)
+
+
+def _norm(name: str, config: QwenHybridConfig, build: Build) -> RMSNorm:
+    return RMSNorm(name, config.shape.width, config.shape.norm_eps, build, config.norm_offset)
+
+
+def _attention(layer: str, config: QwenHybridConfig, cache_index: int, build: Build) -> GatedAttention:
+    shape = config.shape.attention
+    assert isinstance(shape, AttentionShape)
+    return GatedAttention(
+        f"{layer}.self_attn",
+        _norm(f"{layer}.input_layernorm", config, build),
+        shape,
+        cache_index,
+        bias=config.attention_bias,
+        build=build,
+        norm_offset=config.norm_offset,
+    )
+
+
+def _feed_forward(layer: str, config: QwenHybridConfig, has_experts: bool, build: Build) -> nn.Module:
+    """Returns a layer's feed-forward block. `has_experts`: if the model has any."""
+    norm = _norm(f"{layer}.post_attention_layernorm", config, build)
+    if config.moe is not None and has_experts:
+        names = ExpertNames(f"{layer}.mlp")
+        experts = _experts(names, config.moe, build, num_merged_experts(config.moe, build.ops))
+        return MoE(names, norm, config.moe, build=build, experts=experts)
+    return GatedMLP(f"{layer}.mlp", norm, config.shape.width, config.inner_width, bias=False, build=build)
 
 
 def _rope_dim(config: Mapping[str, Any], head_dim: int) -> int:

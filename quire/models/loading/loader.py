@@ -118,7 +118,7 @@ def load_model(
             checkpoint = GGUFCheckpoint(file, hf_config["head_dim"])
             fill_model(model, CheckpointFill(model, checkpoint), device, progress.update)
         else:
-            shards: Checkpoint = _open_shards(files)
+            shards: Checkpoint = open_shards(files)
             if isinstance(model, FallbackModel):
                 shards = RenamedCheckpoint(shards, model.causal)
             fill_model(model, CheckpointFill(model, shards), device, progress.update)
@@ -243,13 +243,37 @@ def build_model(
     ops = ops or select_ops(device.type)
     if ops.native is not None and not _runs_natively(family, config, quant, dtype, hf_config):
         ops = REFERENCE
-    compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
-    cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
-    build = Build(compute_dtype, cache_dtype, at or device, page_tokens, ops, Schemes(scheme), communicator)
+    build = make_build(
+        hf_config,
+        dtype=dtype,
+        device=device,
+        page_tokens=page_tokens,
+        quant=quant,
+        kv_dtype=kv_dtype,
+        ops=ops,
+        at=at,
+    ).with_communicator(communicator)
     with _one_line_errors(model_type):
         model = family(config, build=build)
     check_quantized(model, quant)
     return model, config
+
+
+def make_build(
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: str,
+    device: torch.device,
+    page_tokens: int,
+    quant: str,
+    kv_dtype: str,
+    ops: Ops,
+    at: torch.device | None = None,
+) -> Build:
+    """Returns how a model with these ops, or a part of it, is built. `at`: see `build_model`."""
+    compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
+    cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
+    return Build(compute_dtype, cache_dtype, at or device, page_tokens, ops, Schemes(scheme))
 
 
 def _read_config(family: Any, hf_config: Mapping[str, Any]) -> Any:
@@ -392,7 +416,7 @@ def _hf_config(files: ModelFiles, file: GGUFFile | None) -> dict[str, Any]:
     config = dict(files.config or {})
     config = language_model_config(config) or config
     if config.get("quantization_config") and _has_weights(files):
-        config["tensor_types"] = _open_shards(files).types
+        config["tensor_types"] = open_shards(files).types
     return config
 
 
@@ -404,7 +428,7 @@ def _has_weights(files: ModelFiles) -> bool:
         return False
 
 
-def _open_shards(files: ModelFiles) -> SafetensorsCheckpoint | LanguageModelCheckpoint:
+def open_shards(files: ModelFiles) -> SafetensorsCheckpoint | LanguageModelCheckpoint:
     config = files.config or {}
     shards = SafetensorsCheckpoint(list_shards(files.path), str(files.path), read_quantization(config))
     return LanguageModelCheckpoint(shards) if language_model_config(config) is not None else shards

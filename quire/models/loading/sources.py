@@ -45,7 +45,7 @@ _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
 # tower where only the language model runs.
 IGNORED_TENSORS = re.compile(
     r".*\.rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight|lm_head\.weight|mtp\..*|"
-    r"model\.visual\..*|backbone\.mtp\..*|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
+    r"model\.mtp_layers\..*|model\.visual\..*|backbone\.mtp\..*|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
 )
 
 
@@ -254,12 +254,12 @@ def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
     if HEAD not in checkpoint.shapes or any(part.name == HEAD for parts in uses for part in parts):
         return
     for (part, *others), count in uses.items():
-        if count > 1 and not others and len(part.shape) == 2 and not _are_copies(checkpoint, part.name, HEAD):
+        if count > 1 and not others and len(part.shape) == 2 and not are_copies(checkpoint, part.name, HEAD):
             what = f"{checkpoint.where} holds {HEAD}, which is not {part.name}, although config.json ties them."
             raise QuireError("bad_weights", what, "If this head is the right one, set tie_word_embeddings to false.")
 
 
-def _are_copies(checkpoint: Checkpoint, one: str, other: str) -> bool:
+def are_copies(checkpoint: Checkpoint, one: str, other: str) -> bool:
     """Compares 64 rows spread over both matrices. Reading both in full would take as long as loading one."""
     num_rows, width = checkpoint.shapes[one]
     if checkpoint.shapes[other] != (num_rows, width):

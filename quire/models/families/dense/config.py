@@ -93,6 +93,7 @@ class DenseConfig:
     norms: LayerNames = LayerNames()
     attention_names: AttentionNames = LLAMA_ATTENTION
     mlp_names: MLPNames = LLAMA_MLP
+    mtp_layers: str | None = None  # prefix of layers for multi-token prediction, as MiMo publishes them
 
 
 def read_common(config: Mapping[str, Any]) -> DenseConfig:

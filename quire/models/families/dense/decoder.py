@@ -32,6 +32,7 @@ from quire.layers.step import Step
 from quire.models.families.dense.config import DenseConfig
 from quire.models.families.dense.families import read_dense
 from quire.models.model import Model
+from quire.models.mtp_head import HeadForm
 from quire.types import CacheSpec
 
 if TYPE_CHECKING:
@@ -183,6 +184,27 @@ class DenseModel(nn.Module, Model):
         plan = plan_sampled_attention(plans[last], step, spec, caches[last], self.ops)
         stream = self.layers[-1](stream, angles[self.layer_ropes[-1]], plan)
         return self.norm(stream) if len(stream) else stream
+
+    def head_form(self) -> HeadForm | None:
+        config = self.config
+        if config.mtp_layers is None:
+            return None
+        layer = f"{config.mtp_layers}.0"
+        # A layer under this prefix instead of the model's, with a window or rope of its own in no published model.
+        names = replace(config.names, layers=config.mtp_layers)
+        alone = replace(config, names=names, ropes=config.ropes[-1:], windows=(None,))
+        return HeadForm(
+            embed_norm=f"{layer}.token_layernorm",
+            hidden_norm=f"{layer}.hidden_layernorm",
+            project=f"{layer}.input_proj",
+            norm=f"{layer}.final_layernorm",
+            width=config.width,
+            norm_eps=config.norm.eps,
+            make_layer=lambda build: DenseLayer(0, 0, alone, build, None),
+            spec=replace(self.specs[0], window=None),
+            rope=self.ropes[self.layer_ropes[-1]],
+            hidden_first=True,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Maps hidden [n, width] to logits [n, vocab]."""

@@ -88,6 +88,10 @@ def _qwen2(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(upper_windowed(config, dense), qkv_bias=True, out_bias=False)
 
 
+def _mimo(config: Fields, dense: DenseConfig) -> DenseConfig:
+    return replace(_qwen2(config, dense), mtp_layers="model.mtp_layers")
+
+
 def _qwen3(config: Fields, dense: DenseConfig) -> DenseConfig:
     return replace(upper_windowed(config, dense), qk_norm="head")
 
@@ -381,6 +385,7 @@ DENSE: dict[str, DenseFamily] = {
         _phi3,
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     ),
+    "mimo": DenseFamily(_mimo, {"sliding_window": None}),
     "qwen2": DenseFamily(_qwen2, {"sliding_window": 4096}),
     "qwen3": DenseFamily(_qwen3, {"sliding_window": 4096, "head_dim": 128}),
     "seed_oss": DenseFamily(_seed_oss, {"attention_bias": True, "head_dim": 128}),

@@ -43,8 +43,12 @@ def _unsafe(source: str) -> list[str]:
 
 def test_nothing_is_deserialized_or_run_that_can_hold_code() -> None:
     assert _unsafe("import pickle\nexec('x')\nsubprocess.run(x, shell=True)") == ["pickle", "exec", "shell=True"]
+    sandboxed = ROOT / "quire/agent/sandbox/child/interpreter.py"  # runs code for a person, in a process of its own
+    assert set(_unsafe(sandboxed.read_text(encoding="utf-8"))) == {"exec", "eval", "compile"}
     for path in sorted((ROOT / "quire").rglob("*.py")):
-        assert _unsafe(path.read_text(encoding="utf-8")) == [], path
+        if path != sandboxed:
+            source = path.read_text(encoding="utf-8")
+            assert _unsafe(source) == [] and "\nfrom quire.agent.sandbox.child.interpreter" not in source, path
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,10 @@ inline void begin(Floats* acc) {
 
 constexpr int64_t kNearBytes = 20000;  // of activations, beside a tile of weights, in the first cache
 
+// Weights are streamed once a step, and processors fetch ahead only within a page: far enough for what memory takes to
+// answer, near enough to stay in the first cache beside the activations.
+constexpr int64_t kAheadBytes = 10240;
+
 // What stands between a tile and its registers must be inlined, or sums go through memory.
 #define QUIRE_INLINE inline __attribute__((always_inline))
 
@@ -47,6 +51,7 @@ QUIRE_INLINE void add_units(const uint8_t* p, int64_t units, const Inputs& in, i
     const Factors* factors = in.factors + token;
     for (int64_t u = 0; u < units; ++u, p += unit_bytes(F) * W) {
         const auto head = C::open(p);
+        for (int64_t line = 0; line < unit_bytes(F) * W; line += 64) __builtin_prefetch(p + kAheadBytes + line);
         const uint8_t* w = p + head_bytes(kLayout) * W;
         for (int b = 0; b < kBlocks; ++b, w += num_words(kLayout.spread) * V, factors += in.num_tokens) {
             add_cell<F, 0, M>(w, C::scales(head, b * kCells), at, factors, acc);
@@ -59,6 +64,7 @@ QUIRE_INLINE void add_units(const uint8_t* p, int64_t units, const Inputs& in, i
 template <Form F, int M>
 QUIRE_INLINE void add_columns(const uint8_t* p, const float* x, int64_t columns, Floats* acc) {
     for (int64_t c = 0; c < columns; ++c) {
+        __builtin_prefetch(p + kAheadBytes + c * W * unit_bytes(F));
         Floats w;
         if constexpr (F == Form::kF32) w = load((const float*)p + c * W);
         else if constexpr (F == Form::kBF16) w = load_upper((const uint16_t*)p + c * W);

@@ -13,7 +13,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from quire.files.ggml_types import GGMLType
+from quire.files.gguf_parts import FETCH_AGAIN, first_part, list_parts
 from quire.types import QuireError
 
 MAGIC = b"GGUF"
@@ -70,14 +71,14 @@ class GGUFTensor:
 class GGUFFile:
     """An open file. The tensors' bytes are views of its memory map, which stays open as long as one of them exists."""
 
-    path: Path
+    path: Path  # of the first part, if it is split
     version: int
     metadata: dict[str, Any]  # bool, int, float, str, or a list of one of these
     tensors: dict[str, GGUFTensor]
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Maps the file; reads and checks its metadata and tensor table."""
+    """Maps the file; reads and checks its metadata and tensor table. The first part of a split file opens all parts."""
     try:
         found = os.stat(path)
     except OSError:
@@ -88,7 +89,41 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 @lru_cache(maxsize=1)
 def _open_once(path: Path, *version: int) -> GGUFFile:
     """Reads a file once, although tokenizer and loader both open it: a vocabulary takes a third of a second."""
-    return _GGUFReader(path).read()
+    file = _GGUFReader(path).read()
+    return replace(file, tensors=_join_parts(file))
+
+
+def _join_parts(first: GGUFFile) -> dict[str, GGUFTensor]:
+    """Returns the tensors of all parts of a split file; those of `first` if it is whole."""
+    count = first.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return first.tensors
+    paths = [first.path.with_name(name) for name in list_parts(first.path.name)]
+    if len(paths) != count:
+        what = f"{first.path} is one of {count} parts by its metadata and one of {len(paths)} by its name."
+        raise QuireError("bad_gguf", what, FETCH_AGAIN)
+    first_part(first.path)  # all parts exist
+    tensors: dict[str, GGUFTensor] = {}
+    for number, path in enumerate(paths):
+        part = first if path == first.path else _GGUFReader(path).read()
+        _check_place(part.metadata, path, number, count)
+        twice = tensors.keys() & part.tensors.keys()
+        if twice:
+            raise QuireError("bad_gguf", f"{path} repeats the tensor {min(twice)} of an earlier part.", FETCH_AGAIN)
+        tensors |= part.tensors
+    total = first.metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        what = f"The {count} parts of {first.path} have {len(tensors)} tensors, and its metadata says {total}."
+        raise QuireError("bad_gguf", what, FETCH_AGAIN)
+    return tensors
+
+
+def _check_place(metadata: dict[str, Any], path: Path, number: int, count: int) -> None:
+    found = metadata.get("split.no"), metadata.get("split.count")
+    if found != (number, count):
+        place = f"part {found[0] + 1} of {found[1]}" if isinstance(found[0], int) else "not a part"
+        what = f"{path} is {place} by its metadata and part {number + 1} of {count} by its name."
+        raise QuireError("bad_gguf", what, FETCH_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from quire.files.fetch import RemoteFile, download
+from quire.files.gguf_parts import list_parts, models_among
 from quire.files.progress import Progress, format_bytes
 from quire.files.safetensors import INDEX_NAME, choose_shards, read_index
 from quire.files.settings import HubSettings
@@ -44,7 +45,6 @@ EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json")  # optional
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
 _HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>.+\.gguf)|:(?P<quant>[A-Za-z0-9_.-]+))?", re.DOTALL)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def fetch_repo(
     snapshot = _Snapshot.find(ref, revision, settings, progress)
     gguf = choose_gguf(ref, snapshot.listing, with_weights)
     if gguf is not None:
-        snapshot.ensure([gguf])
+        snapshot.ensure(list_parts(gguf))
     else:
         snapshot.ensure([name for name in FOLDER_FILES if name in snapshot.listing.files])
         if snapshot.unreachable is None and not settings.offline:
@@ -222,11 +222,11 @@ def _load_listing(folder: Path, revision: str) -> RepoListing | None:
 def choose_gguf(ref: HubRef, listing: RepoListing, with_weights: bool = True) -> str | None:
     """Returns the GGUF file to use; None for a folder of safetensors. Raises an error with the choices if ambiguous."""
     files = listing.files
-    names = sorted(name for name in files if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
+    names = models_among(files)
     if ref.file is not None:
         if ref.file not in files:
             raise _unclear(ref, f"has no file {ref.file}", names)
-        chosen = [ref.file]
+        chosen = list_parts(ref.file)[:1]
     elif ref.quant is not None:
         ending = re.compile(rf"(?:^|[-._/]){re.escape(ref.quant)}(?:-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE)
         chosen = [name for name in names if ending.search(name)]
@@ -241,11 +241,11 @@ def choose_gguf(ref: HubRef, listing: RepoListing, with_weights: bool = True) ->
         raise _unclear(ref, "is not a model Quire can read: no config.json with safetensors, and no GGUF file", [])
     else:
         chosen = names
-    if _SPLIT_GGUF.search(chosen[0]):
-        what = f"{chosen[0]} of {ref.repo} is one part of a split GGUF, and only whole ones are read."
-        raise QuireError("not_a_model", what, "Choose a file that is not split.")
     if len(chosen) > 1:
         raise _unclear(ref, "has several GGUF files", chosen)
+    missing = [name for name in list_parts(chosen[0]) if name not in files]
+    if missing:
+        raise QuireError("missing_shard", f"{ref.repo} lacks {missing[0]}, a part of its model.", "Use another model.")
     return chosen[0]
 
 

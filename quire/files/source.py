@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.files.builtin import BUILT_IN, fetch_builtin
+from quire.files.gguf_parts import first_part, is_vision_part, list_parts, models_among
 from quire.files.progress import Progress, default_progress
 from quire.files.safetensors import list_shards
 from quire.files.settings import HubSettings
@@ -35,6 +36,7 @@ class ModelFiles:
     config: dict[str, Any] | None  # config.json; None for a GGUF file, which includes its config
     generation_config: dict[str, Any] = field(default_factory=dict)
     source: str = ""  # origin, for display
+    vision_part: str | None = None  # name of the GGUF file beside the model with its vision part, which is not loaded
 
 
 def resolve_model(
@@ -130,23 +132,34 @@ def _lone_gguf(folder: Path, random_weights: bool) -> Path | None:
     """Returns the only GGUF file of a folder; None if it has none or is a safetensors model."""
     if (folder / "config.json").is_file() and (random_weights or next(folder.glob("*.safetensors"), None)):
         return None
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = models_among(path.name for path in folder.glob("*.gguf"))
     if len(ggufs) > 1:
-        names = ", ".join(gguf.name for gguf in ggufs[:12])
+        names = ", ".join(ggufs[:12])
         raise QuireError("not_a_model", f"{folder} holds {len(ggufs)} GGUF files.", f"Name one of them: {names}.")
-    return ggufs[0] if ggufs else None
+    if not ggufs:
+        return None
+    parts = [folder / name for name in list_parts(ggufs[0])]
+    return next((path for path in parts if path.exists()), parts[0])
+
+
+def _vision_part(path: Path) -> str | None:
+    """Returns the name of the one vision part beside the only model of a folder."""
+    names = [other.name for other in path.parent.glob("*.gguf")]
+    visions = [name for name in names if is_vision_part(name)]
+    return visions[0] if len(visions) == 1 and len(models_among(names)) == 1 else None
 
 
 def _read_gguf(path: Path, name: str, source: str) -> ModelFiles:
     """Checks the magic bytes of a GGUF file; `open_gguf` checks the rest."""
     if not path.is_file():
         raise QuireError("not_a_model", f"{path} is neither a file nor a folder.", param="model")
+    path = first_part(path)
     with open(path, "rb") as file:
         magic = file.read(4)
     if magic != GGUF_MAGIC:
         hint = "Give its folder." if path.suffix == ".safetensors" else "Give a GGUF file or a model folder."
         raise QuireError("not_a_model", f"{path} is not a GGUF file.", hint, param="model")
-    return ModelFiles("gguf", path, name, None, source=source)
+    return ModelFiles("gguf", path, name, None, source=source, vision_part=_vision_part(path))
 
 
 def _read_folder(path: Path, name: str, source: str, random_weights: bool) -> ModelFiles:

@@ -54,6 +54,28 @@ def test_written_and_read_back(family: str, arch: str, tmp_path: Path) -> None:
     assert_same_logits(loaded, reference)
 
 
+def test_split_in_parts(tmp_path: Path) -> None:
+    """As the `gguf` package splits a file: a first part of metadata alone, then some tensors in each."""
+    reference, _ = make_tiny("llama", tmp_path / "hf")
+    write_gguf(reference, "llama", tmp_path / "m.gguf", split_tensors=5)
+    parts = sorted(tmp_path.glob("m-*-of-*.gguf"))
+    assert len(parts) > 3
+    for place in (parts[0], parts[2]):
+        assert_same_logits(load(place), reference)
+
+
+def test_a_vision_part_beside_the_model(tmp_path: Path) -> None:
+    """A note names it and text is served; named as the model, it is refused."""
+    reference, _ = make_tiny("llama", tmp_path / "hf")
+    write_gguf(reference, "llama", tmp_path / "m.gguf")
+    vision = tmp_path / "mmproj-m.gguf"
+    write_gguf(reference, "llama", vision, metadata={"general.type": "mmproj"})
+    with pytest.warns(UserWarning, match=r"text-only model; mmproj-m\.gguf, its vision part, is not loaded"):
+        assert_same_logits(load(tmp_path / "m.gguf"), reference)
+    with pytest.raises(QuireError, match=r"mmproj-m\.gguf is the vision part of a model, not the model"):
+        load(vision)
+
+
 EVERY_FOURTH = [True, True, True, False]  # layers with a window
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 GROUPED = {"expert_count": 12, "expert_used_count": 3, "expert_feed_forward_length": 24, "expert_group_count": 4,

@@ -53,9 +53,10 @@ def gguf_name(name: str) -> str:
 
 def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None = None,
                extra: dict[str, np.ndarray] | None = None, metadata: dict[str, Any] | None = None,
-               without: str = "") -> None:  # fmt: skip
+               without: str = "", split_tensors: int = 0) -> None:  # fmt: skip
     """`types`: regular expression of GGUF names -> quantization type; the rest is F32. `extra`: more tensors;
-    `without`: the name of one to leave out. Names are those the `gguf` package has for the architecture."""
+    `without`: the name of one to leave out; `split_tensors`: the maximum in each part of a split file. Names are those
+    the `gguf` package has for the architecture."""
     config = model.config
     kind = next((kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), gguf.MODEL_ARCH.LLAMA)
     known = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
@@ -63,7 +64,7 @@ def write_gguf(model: Any, arch: str, path: Path, types: dict[str, str] | None =
     def called(name: str) -> str:
         return known.get_name(name, try_suffixes=(".weight", ".bias")) or gguf_name(name)
 
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split_tensors, small_first_shard=split_tensors > 0)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

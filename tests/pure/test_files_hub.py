@@ -286,8 +286,21 @@ def test_choosing_a_gguf(hub: FakeHub) -> None:
     assert "no file other.gguf" in refusal("owner/name/other.gguf").what
     del hub.files["m.Q8_0.gguf"]
     assert resolve().path.read_bytes() == q4
-    hub.files = {"m-Q4_0-00001-of-00002.gguf": q4, "m-Q4_0-00002-of-00002.gguf": q4}
-    assert "split" in refusal("owner/name:Q4_0").what
+
+
+def test_a_split_gguf_comes_with_all_parts(hub: FakeHub) -> None:
+    parts = {f"sub/m-Q4_0-0000{number}-of-00003.gguf": b"GGUF" + bytes(20 + number) for number in (1, 2, 3)}
+    hub.files = {**parts, "sub/mmproj-m.gguf": b"GGUF"}
+    for model in ("owner/name:Q4_0", "owner/name", "owner/name/sub/m-Q4_0-00002-of-00003.gguf"):
+        found = resolve(model)
+        assert found.kind == "gguf" and found.path.name == "m-Q4_0-00001-of-00003.gguf"
+        assert {path.name: path.read_bytes() for path in found.path.parent.iterdir()} == {
+            name.removeprefix("sub/"): content for name, content in parts.items()
+        }
+    del hub.files["sub/m-Q4_0-00003-of-00003.gguf"]
+    hub.commit = "beef" + "0" * 36
+    error = refusal("owner/name:Q4_0")
+    assert error.code == "missing_shard" and "m-Q4_0-00003-of-00003.gguf" in error.what
 
 
 def test_repositories_without_a_model(hub: FakeHub) -> None:

@@ -74,6 +74,27 @@ def test_a_local_gguf(gguf: Path) -> None:
     assert "2 GGUF files" in error.what and "second.gguf" in error.hint
 
 
+def test_a_vision_part_is_no_model(gguf: Path) -> None:
+    vision = gguf.with_name("mmproj-my-model-f16.gguf")
+    vision.write_bytes(b"GGUF")
+    assert resolve(gguf.parent).path == gguf
+    assert resolve(gguf).vision_part == vision.name and resolve(gguf.parent).vision_part == vision.name
+    gguf.with_name("another.gguf").write_bytes(b"GGUF")
+    assert resolve(gguf).vision_part is None  # it may be the other model's
+
+
+def test_any_part_of_a_split_gguf_names_the_model(gguf: Path) -> None:
+    parts = [gguf.with_name(f"big-0000{number}-of-00003.gguf") for number in (1, 2, 3)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+    gguf.unlink()
+    assert {resolve(place).path for place in (gguf.parent, *parts)} == {parts[0]}
+    parts[1].unlink()
+    for place in (gguf.parent, parts[0], parts[2]):
+        error = refusal(place)
+        assert error.code == "missing_shard" and "big-00002-of-00003.gguf" in error.what and "3 files" in error.what
+
+
 def test_random_weights_need_only_a_config(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "no weights: looked for model.safetensors" in refusal(folder).what

@@ -84,6 +84,9 @@ _SAMPLING = {
 def read_config(file: GGUFFile) -> dict[str, Any]:
     """Returns the metadata as the fields of a config.json."""
     arch = file.metadata.get("general.architecture")
+    if arch == "clip" or file.metadata.get("general.type") == "mmproj":
+        what = f"{file.path} is the vision part of a model, not the model."
+        raise QuireError("not_a_model", what, "Give the model's own GGUF file.", param="model")
     if arch not in GGUF_ARCHITECTURES:
         raise unsupported(f"GGUF architecture {arch!r}")
     num_experts = get(file, "expert_count", 0)

@@ -204,6 +204,8 @@ def list_notes(
     notes = [*model.start_notes(), *list_unquantized(model, quant)]
     if language_model_config(files.config or {}) is not None:
         notes.append(f"{files.name} runs as a text-only model; its parts for images are not loaded.")
+    if files.vision_part is not None:
+        notes.append(f"{files.name} runs as a text-only model; {files.vision_part}, its vision part, is not loaded.")
     quantized = read_quantization(hf_config)
     if quantized is not None and quant == "none" and not in_blocks:
         keeps = f" (`--quant fp8` {quantized.fp8_note})" if smaller else ""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import quire
+from quire.cli.doctor_formats import doctor_formats
 from quire.cli.model_argument import add_positional_model, take_positional_model
 from quire.cli.output import format_memory, waiting, write_json
 from quire.config import Config, knobs
@@ -72,6 +73,7 @@ def examine(config: Config) -> dict[str, Any]:
         "cache": examine_store(),
         "config": [setting._asdict() for setting in describe_config(config)],
         "model": doctor_model_plan(config),
+        "formats": doctor_formats(config),
     }
     return {**report, "missing": list(find_missing(report, device_trouble))}
 
@@ -234,6 +236,8 @@ def sections(report: Mapping[str, Any]) -> Iterator[Section]:
     else:
         reasons: list[tuple[str, ...]] = [(line,) for line in (model["why"], model["hint"]) if line]
         yield Section(f"No memory plan for {model['name']}", reasons, alarming=_is_broken(model))
+    if report["formats"]["ok"]:
+        yield Section("Formats of the chat template", [(note,) for note in report["formats"]["notes"]])
     if report["missing"]:
         yield Section("Missing", [(item["what"], item["how"]) for item in report["missing"]], alarming=True)
     elif model["ok"]:

@@ -22,11 +22,11 @@ from quire.server.textwork.tasks import (
     pack_ids,
     unpack_ids,
 )
-from quire.text.channels import choose_reasoning
-from quire.text.conversation import ChatTurn, Conversation, answer_format, choose_tool_format
+from quire.text.channels.probe import TemplateFormats
+from quire.text.conversation import ChatTurn, Conversation, answer_format, read_formats
 from quire.text.resolve import prediction_too_long
-from quire.text.template import template_source
-from quire.types import GrammarSpec, PromptTooLong, SamplingParams
+from quire.text.template import template_for
+from quire.types import GrammarSpec, PromptTooLong, QuireError, SamplingParams
 
 INLINE_CHARS = 256  # texts up to this length are encoded on the event loop, in less than a millisecond
 COUNTED_TOKENS = 1 << 20  # token limit of routes that only count or show tokens, which the context does not bound
@@ -38,17 +38,29 @@ class ChatPrompts:
     def __init__(self, edge: Edge, setup: Setup, work: TextWork):
         self._edge, self._work = edge, work
         self._limits = setup.limits
-        source = template_source(edge.tokenizer, setup.chat_template)
-        self._tool_format = choose_tool_format(source, setup.tool_format)
-        self._reasoning = choose_reasoning(source)
+        self._setup = setup
+        self._formats = _formats_or_none(edge, setup)
+
+    @property
+    def formats(self) -> TemplateFormats | None:
+        """The formats of the model's chat template; None without one."""
+        return self._formats
 
     @property
     def tool_format(self) -> str:
-        return self._tool_format
+        """The name of the format of calls, "template" for one that was read off it, "none" without one."""
+        tools = self._formats.tools if self._formats is not None else None
+        return tools.name if tools is not None else "none"
+
+    @property
+    def format_notes(self) -> list[str]:
+        """What was found in the template and how, for a person."""
+        return list(self._formats.notes) if self._formats is not None else []
 
     async def make(self, conversation: Conversation, *, shown: bool = False) -> ChatTurn:
         """Check, render and encode a conversation. `shown`: for routes that only show or count the prompt."""
         limit = max(COUNTED_TOKENS, self._max_prompt) if shown else self._max_prompt
+        formats = self._formats if self._formats is not None else _formats_of(self._edge, self._setup)
         made = await self._work.run(RenderChat(conversation, limit, with_text=shown))
         return ChatTurn(
             made.text,
@@ -56,7 +68,7 @@ class ChatPrompts:
             made.grammar,
             made.grammar_param,
             made.show_special,
-            answer_format(conversation, self._tool_format, self._reasoning, made.reasoning_open),
+            answer_format(conversation, formats, made.reasoning_open),
         )
 
     @property
@@ -112,3 +124,19 @@ class ChatPrompts:
     async def check_body(self, path: str, body: bytes) -> bytes:
         packed: bytes = (await self._work.run(CheckBody(path, body, self._max_prompt))).packed
         return packed
+
+
+def _formats_of(edge: Edge, setup: Setup) -> TemplateFormats:
+    if edge.tokenizer is None:
+        raise QuireError("no_tokenizer", "This model has no tokenizer.")
+    return read_formats(template_for(edge.tokenizer, setup.chat_template), setup.tool_format)
+
+
+def _formats_or_none(edge: Edge, setup: Setup) -> TemplateFormats | None:
+    """The formats of the template, or None if the model has none that works; each request then gets the error."""
+    try:
+        return _formats_of(edge, setup)
+    except QuireError as error:
+        if error.param == "tool_format":
+            raise
+        return None

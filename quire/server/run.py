@@ -87,6 +87,7 @@ async def serve(
     server = None
     try:
         server = make_server(config, fleet, tokenizer, log, setup, work)
+        log.write("info", "formats", found="; ".join(server.chat.format_notes) or "the model has no chat template")
         return await _run(server, listener, create_app(server, version), on_ready)
     finally:
         listener.close()

@@ -109,6 +109,7 @@ def text_router(server: Server) -> APIRouter:
                 "model_max_length": server.edge.max_len,
                 "chat_template": template_source(tokenizer, template) or None,
                 "tool_format": server.chat.tool_format,
+                "formats": server.chat.format_notes,
             }
         )
 

@@ -102,10 +102,26 @@ def test_required_and_parallel(openai: Any, bias: Callable[..., dict[str, float]
     check(call.function.name, call.function.arguments)
 
 
-def test_strict_binds_the_arguments_where_calling_is_free(openai: Any, brace: dict[str, float]) -> None:
+def called_before(times: int = 3) -> list[dict[str, Any]]:
+    """A conversation in which every question was answered by a call, which the small model then repeats."""
+    arguments = json.dumps({"in": "France"})
+    messages: list[dict[str, Any]] = []
+    for index in range(times):
+        call = {"id": f"call{index:05d}", "type": "function", "function": {"name": "find", "arguments": arguments}}
+        messages += [
+            *QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "Paris"},
+            {"role": "assistant", "content": "Paris."},
+        ]
+    return [*messages, *QUESTION]
+
+
+def test_strict_binds_the_arguments_where_calling_is_free(openai: Any) -> None:
     talk = chat(openai, tools=tools_for("chat", strict=True), max_tokens=12).choices[0]
     assert talk.message.tool_calls is None and talk.message.content, "it may still just answer"
-    reply = chat(openai, tools=tools_for("chat", strict=True), logit_bias=brace, parallel_tool_calls=False).choices[0]
+    options: dict[str, Any] = {"messages": called_before(), "parallel_tool_calls": False}
+    reply = chat(openai, tools=tools_for("chat", strict=True), **options).choices[0]
     (call,) = reply.message.tool_calls
     check(call.function.name, call.function.arguments)
 
@@ -147,12 +163,21 @@ def test_anthropics_choices(anthropic: Any, choice: dict[str, Any], streamed: bo
     check(block.name, block.input)
 
 
-def test_anthropics_strict_tools(anthropic: Any, brace: dict[str, float]) -> None:
-    reply = anthropic.messages.create(model=MODEL, max_tokens=64, messages=QUESTION,
+def test_anthropics_strict_tools(anthropic: Any) -> None:
+    history: list[Any] = []
+    for index in range(3):
+        use = {"type": "tool_use", "id": f"call{index:05d}", "name": "find", "input": {"in": "France"}}
+        history += [
+            *QUESTION,
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use["id"], "content": "Paris"}]},
+            {"role": "assistant", "content": "Paris."},
+        ]
+    reply = anthropic.messages.create(model=MODEL, max_tokens=64, messages=[*history, *QUESTION],
                                       tools=tools_for("messages", strict=True),
                                       tool_choice={"type": "auto", "disable_parallel_tool_use": True},
-                                      extra_body={"logit_bias": brace, "temperature": 0})  # fmt: skip
-    (block,) = reply.content
+                                      extra_body={"temperature": 0})  # fmt: skip
+    (block,) = [block for block in reply.content if block.type == "tool_use"]
     check(block.name, block.input)
 
 

@@ -97,6 +97,52 @@ CASES: dict[str, list[str]] = {
         "{all}{call}get_weather{sep}{{\"a\": 1}} garbage {stop}{end}",
         "{all}{call}get_weather{sep}{{\"a\": ",
     ],
+    "harmony": [
+        "Plain words without a channel, 1 < 2.",
+        '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Aix"}<|call|>',
+        ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "A}"}<|call|><|start|>assistant'
+        '<|channel|>commentary to=functions.clock.now <|constrain|>json<|message|>{}<|call|>',
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Aix", "days": 1',
+        "<|channel|>commentary to=functions.clock.now <|message|>words<|call|>",
+        "to=<functions>",
+    ],
+    "gemma4": [
+        "Words < and <|tool and {x:1}",
+        'I look.<|tool_call>call:get_weather{city:<|"|>Aix, "en" {<|"|>,days:3,tags:[<|"|>a<|"|>,<|"|>b<|"|>],'
+        'any:{k:<|"|>v<|"|>,n:[1,{}]},unit:null,when:true}<tool_call|><|tool_call>call:clock.now{}<tool_call|>',
+        '<|tool_call>call:get_weather{city:Aix}<tool_call|> after',
+        '<|tool_call>call:get_weather{city:<|"|>never ends',
+        "<|tool_call>words<tool_call|>",
+        '<|tool_call>call:get_weather{<|"|>city<|"|>:<|"|>Aix<|"|>;}<tool_call|>',
+        "<|tool_call>call:clock.now{" + "a:{" * 100,
+    ],
+    "pythonic": [
+        "Words < and <|tool and f(x=1)",
+        """I look.<|tool_call_start|>[get_weather(city='Aix, "en" )', days=3, tags=['a', "b"], any={'k': [1, None]},
+        unit=None, when=True), clock.now()]<|tool_call_end|>Done.""",
+        '<|tool_call_start|>[get_weather(city="A\\"x", days=-1.5)]<|tool_call_end|>',
+        "<|tool_call_start|>[get_weather(city='never ends",
+        "<|tool_call_start|>words<|tool_call_end|>",
+        "<|tool_call_start|>[get_weather(city=oops(1))]<|tool_call_end|>",
+        "<|tool_call_start|>get_weather(city=true)<|tool_call_end|>",
+    ],
+    "functionary": [
+        "Words and >> and more",
+        '>>>get_weather\n{"city": "Aix"}',
+        'get_weather\n{"city": "Aix"}>>>clock.now\n{}',
+        'get_weather\n{"city": ',
+        "get_weather and words",
+        ">>>unknown\n{}",
+    ],
+    "granite": [
+        "Words <|tool and more",
+        'I look.<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Aix"}}, {"name": "clock.now", '
+        '"arguments": {}}]',
+        '<|tool_call|> {"name": "clock.now", "arguments": {}}',
+        "<|tool_call|>words",
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "nev',
+    ],
     "json": [
         "Plain words { not JSON }",
         '{"name": "get_weather", "arguments": {"city": "Aix"}}',

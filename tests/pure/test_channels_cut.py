@@ -35,6 +35,13 @@ TWO_CALLS = {
     "deepseek_fenced": '{all}{call}function{sep}get_weather\n```json\n{{"city": "Aix"}}\n```{stop}'
     "{call}function{sep}clock.now\n```json\n{{}}\n```{stop}{end}".format(**DS),
     "json": f"[{TWO_IN_JSON}]",
+    "harmony": '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Aix"}<|call|>'
+    "<|start|>assistant<|channel|>commentary to=functions.clock.now <|constrain|>json<|message|>{}<|call|>",
+    "gemma4": 'I look.<|tool_call>call:get_weather{city:<|"|>Aix<|"|>,days:12}<tool_call|>'
+    "<|tool_call>call:clock.now{}<tool_call|>",
+    "pythonic": "I look.<|tool_call_start|>[get_weather(city='Aix', days=12), clock.now()]<|tool_call_end|>",
+    "functionary": 'get_weather\n{"city": "Aix"}>>>clock.now\n{}',
+    "granite": f"I look.<|tool_call|>[{TWO_IN_JSON}]",
 }
 LOOSE = {
     "hermes": f"<tool_call>{TWO_IN_JSON}</tool_call>",

@@ -45,8 +45,7 @@ TOKENS = [*(bytes([byte]) for byte in range(256)), b"<eos>", *(text.encode() for
 EOS = 256
 
 
-def special_id(text: str) -> int | None:
-    return 257 + SPECIALS.index(text) if text in SPECIALS else None
+SPECIAL_IDS = {text: 257 + index for index, text in enumerate(SPECIALS)}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 def compile_for(compiler: GrammarCompiler, name: str, choice: str, **options: Any) -> Grammar:
-    spec = tool_grammar(name, TOOLS, choice, special_id=special_id, **options)
+    spec = tool_grammar(FORMATS[name], TOOLS, choice, specials=SPECIAL_IDS, **options)
     assert spec is not None and spec.kind == "ebnf"
     return compiler.compile(spec)
 
@@ -160,23 +159,23 @@ def test_auto_without_a_trigger(compiler: GrammarCompiler, name: str) -> None:
 
 
 def test_nothing_to_enforce_and_what_makes_no_sense() -> None:
-    assert tool_grammar("hermes", TOOLS, "none") is None
-    assert tool_grammar("hermes", [CLOCK], "auto") is None
+    assert tool_grammar(FORMATS["hermes"], TOOLS, "none") is None
+    assert tool_grammar(FORMATS["hermes"], [CLOCK], "auto") is None
     for tools, choice in ((TOOLS, "missing"), ((), "required")):
         with pytest.raises(QuireError) as caught:
-            tool_grammar("hermes", tools, choice)
+            tool_grammar(FORMATS["hermes"], tools, choice)
         assert caught.value.param == "tool_choice"
 
 
 def test_marker_is_its_special_token_where_there_is_one(compiler: GrammarCompiler) -> None:
-    spec = tool_grammar("mistral", TOOLS, "required", special_id=special_id, leads=True)
+    spec = tool_grammar(FORMATS["mistral"], TOOLS, "required", specials=SPECIAL_IDS, leads=True)
     assert spec is not None and "<[257]>" in spec.value and "TOOL_CALLS" not in spec.value
     grammar = compiler.compile(replace(spec, after_reasoning=(7,)))
     for thinking in ([7], [7, 10, 10]):
         mask = grammar.mask(thinking)
         found = [i for i in range(len(TOKENS)) if mask[i >> 3] >> (i & 7) & 1]
         assert 257 in found and set(found) <= {257, *b" \n\t"}
-    assert '"[TOOL_CALLS]"' in tool_grammar("mistral", TOOLS, "required").value  # type: ignore[union-attr]
+    assert '"[TOOL_CALLS]"' in tool_grammar(FORMATS["mistral"], TOOLS, "required").value  # type: ignore[union-attr]
 
 
 ANSWERS = [
@@ -207,4 +206,4 @@ def test_with_tools_an_answer_that_is_bound_may_also_be_a_call(
     for wrong in ("Well, ", "[1"):
         tokens = encode(wrong)
         assert grammar.advance(tokens) is None and grammar.error is not None, "free text is neither"
-    assert tool_grammar(name, [CLOCK], "auto", answer=GrammarSpec.ebnf('start: "a"')) is None
+    assert tool_grammar(FORMATS[name], [CLOCK], "auto", answer=GrammarSpec.ebnf('start: "a"')) is None

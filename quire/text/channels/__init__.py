@@ -1,10 +1,9 @@
 """Channels: splits a model's streamed text into text, reasoning and tool calls, the same for every API.
 
-`make_channel_parser` makes the state machine of one sample. `choose_format` and `choose_reasoning` read a model's
-formats from its chat template. `tool_grammar` turns `tool_choice` into a grammar that the engine enforces.
+`make_channel_parser` makes the state machine of one sample. `probe` reads a model's formats off its chat template, as
+`layouts`; `formats` holds those with names. `tool_grammar` turns `tool_choice` into a grammar that the engine enforces.
 """
 
-from quire.text.channels.choose import choose_format
 from quire.text.channels.events import (
     Event,
     ReasoningDelta,
@@ -16,12 +15,20 @@ from quire.text.channels.events import (
     merge,
 )
 from quire.text.channels.formats import FORMATS
-from quire.text.channels.parser import ChannelParser, make_channel_parser
-from quire.text.channels.reasoning import ReasoningStyle, choose_reasoning, closes_reasoning, opens_reasoning
-from quire.text.channels.tool_grammar import tool_grammar
+from quire.text.channels.formats.seam import ToolFormat
+from quire.text.channels.parser import ChannelParser, format_named, make_channel_parser
+from quire.text.channels.reasoning import (
+    AnswerMarkers,
+    ReasoningStyle,
+    choose_reasoning,
+    closes_reasoning,
+    opens_reasoning,
+)
+from quire.text.channels.tool_grammar import answer_grammar, tool_grammar
 
 __all__ = [
     "FORMATS",
+    "AnswerMarkers",
     "ChannelParser",
     "Event",
     "ReasoningDelta",
@@ -30,10 +37,12 @@ __all__ = [
     "ToolCallDelta",
     "ToolCallEnd",
     "ToolCallStart",
+    "ToolFormat",
     "ToolSpec",
-    "choose_format",
+    "answer_grammar",
     "choose_reasoning",
     "closes_reasoning",
+    "format_named",
     "make_channel_parser",
     "merge",
     "opens_reasoning",

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from quire.text.channels.source import MAX_HELD, MAX_NAME, JsonSpan, Reading, Source
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-IDLE_KEYS = ("id", "type")  # allowed in a call and ignored
+IDLE_KEYS = ("id", "type", "tool_call_id")  # allowed in a call and ignored
 _SCALAR = re.compile(r"[0-9a-zA-Z+.\-]")
 
 
@@ -27,17 +28,26 @@ class _Call:
     is_whole: bool = False  # the arguments are complete
     names: Collection[str] | None = None  # names that make a call; None: any name
     is_marked: bool = True
+    name_key: str = "name"
+    argument_keys: Collection[str] = ARGUMENT_KEYS
     keys: set[str] = field(default_factory=set)
 
 
-def read_call(source: Source, *, names: Collection[str] | None = None, is_marked: bool = True) -> Reading[bool]:
+def read_call(
+    source: Source,
+    *,
+    names: Collection[str] | None = None,
+    is_marked: bool = True,
+    name_key: str = "name",
+    argument_keys: Collection[str] = ARGUMENT_KEYS,
+) -> Reading[bool]:
     """Read a call from its opening brace, after `source.keep`. Returns False if it was no call; it is then emitted as
     text.
 
     Without a marker (`is_marked` is false) only an object with a call's own keys, a name in `names` and arguments is a
     call. Ordinary JSON is thus recognised as text at its first key.
     """
-    call = _Call(names=names, is_marked=is_marked)
+    call = _Call(names=names, is_marked=is_marked, name_key=name_key, argument_keys=argument_keys)
     source.take_char()
     is_whole = yield from _read_members(source, call)
     if call.is_started:
@@ -82,15 +92,23 @@ def read_separator(source: Source) -> Reading[bool]:
     return (yield from source.next_is("{"))
 
 
-def read_calls(source: Source, *, names: Collection[str] | None = None, is_marked: bool = True) -> Reading[bool]:
+def read_calls(
+    source: Source,
+    *,
+    names: Collection[str] | None = None,
+    is_marked: bool = True,
+    name_key: str = "name",
+    argument_keys: Collection[str] = ARGUMENT_KEYS,
+) -> Reading[bool]:
     """Read a list of calls from its opening bracket. Returns True if it held at least one call."""
+    one = partial(read_call, names=names, is_marked=is_marked, name_key=name_key, argument_keys=argument_keys)
     source.take_char()
     any_call = False
     while True:
         yield from source.spaces()
         if not (yield from source.next_is("{")):
             break
-        if not (yield from read_call(source, names=names, is_marked=is_marked)):
+        if not (yield from one(source)):
             return any_call
         any_call = True
         source.keep("")
@@ -133,9 +151,9 @@ def _read_members(source: Source, call: _Call) -> Reading[bool]:
 
 
 def _read_value(source: Source, call: _Call, key: str) -> Reading[bool]:
-    if key == "name":
+    if key == call.name_key:
         return (yield from _read_name(source, call))
-    if key in ARGUMENT_KEYS and call.arguments is None and not call.is_started:
+    if key in call.argument_keys and call.arguments is None and not call.is_started:
         return (yield from _read_arguments(source, call))
     if not call.is_marked and key not in IDLE_KEYS:
         return False

@@ -6,23 +6,28 @@ Each format describes one call with it, and `tool_grammar` builds the complete g
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.text.channels.events import ToolSpec
 from quire.text.schema import normalise
 from quire.types import GrammarSpec, QuireError
 
-TokenIdOf = Callable[[str], int | None]  # maps a text to the special token that is spelled so, or None
 ANY_TEXT = r"/(?s:.*)/"
 BOUNDED_SPACE = r"[ \n\t]{0,24}"  # between JSON tokens; bounded because small models may emit white space for ever
 
 
-class GrammarText:
-    """Collects the rules of one grammar."""
+_SLOT_RULES = {"\ue0d0": "/[A-Za-z0-9]{9}/", "\ue0d1": "/[0-9]{1,2}/"}  # ids of calls, and their number in the turn
 
-    def __init__(self, special_id: TokenIdOf):
-        self._special_id = special_id
+
+class GrammarText:
+    """Rules of one grammar. `specials` maps the spelling of each special token that markers may hold to its id."""
+
+    def __init__(self, specials: Mapping[str, int]):
+        self._specials = specials
+        longest = sorted(specials, key=len, reverse=True)
+        self._parts = re.compile("|".join(map(re.escape, [*longest, *_SLOT_RULES])))
         self._rules: list[str] = []
         self.warnings: list[str] = []  # schema keywords that are not enforced
 
@@ -32,13 +37,31 @@ class GrammarText:
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
-    def marker(self, text: str) -> str:
-        """A marker of the format: the special token if the model has one for it, else its characters."""
-        token_id = self._special_id(text)
-        return literal(text) if token_id is None else f"<[{token_id}]>"
+    def spelled(self, text: str) -> str:
+        """The grammar of a marker text: special tokens where the model has them, else characters. Slots are filled."""
+        parts, at = [], 0
+        for found in self._parts.finditer(text):
+            parts.append(literal(text[at : found.start()]))
+            special = self._specials.get(found.group())
+            parts.append(_SLOT_RULES[found.group()] if special is None else f"<[{special}]>")
+            at = found.end()
+        return " ".join(part for part in [*parts, literal(text[at:])] if part != '""')
 
-    def is_special(self, text: str) -> bool:
-        return self._special_id(text) is not None
+    def until(self, close: str) -> str:
+        """The grammar of any text up to and including this marker text."""
+        special = self._parts.search(close)
+        if special is not None and special.start() == 0:  # a special token is never part of the text before it
+            return f"{self.rule(ANY_TEXT)} {self.spelled(close)}"
+        plain = close if special is None else close[: special.start()]
+        return joined(self.rule(ANY_TEXT, f"[suffix={literal(plain)}]"), self.spelled(close[len(plain) :]))
+
+    def string(self, schema: Mapping[str, Any], close: str) -> str:
+        """The grammar of an unquoted string of this schema and the marker text after it. A string whose length is
+        bounded holds no `<`, with which markers begin."""
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if not isinstance(most, int) and not least:
+            return self.until(close)
+        return f"/[^<]{{{int(least)},{'' if most is None else int(most)}}}/ {self.spelled(close)}"
 
     def json(self, schema: Mapping[str, Any], *, strict: bool, of: str = "") -> str:
         """A rule for a JSON value of this schema. Unless `strict`, keywords that can't be enforced are left out instead
@@ -91,6 +114,22 @@ def call_schema(tool: ToolSpec, key: str) -> dict[str, Any]:
     """The JSON schema of one call."""
     properties = {"name": {"const": tool.name}, key: {"type": "object", **tool.parameters}}
     return {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+
+
+def calls_in_text(text: GrammarText, trigger: str, call: str, *, repeats: bool) -> str:
+    """The grammar of free text with a call wherever the trigger occurs."""
+    return f"({text.rule(f'{text.until(trigger)} {call}')}){'*' if repeats else '?'} {text.rule(ANY_TEXT)}"
+
+
+def json_or_text(text: GrammarText, call: str) -> str:
+    """The grammar of a call in plain JSON or of free text: the first character decides."""
+    no_call = text.rule(r"/([^{\[](?s:.*))?/")
+    return f"{no_call} | {call}"
+
+
+def joined(*bodies: str) -> str:
+    """The grammar of these bodies one after another, without those that are empty."""
+    return " ".join(body for body in bodies if body)
 
 
 def literal(text: str) -> str:

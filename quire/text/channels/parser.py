@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from quire.text.channels.events import Event, EventLog, TextDelta, ToolSpec
 from quire.text.channels.formats import FORMATS
 from quire.text.channels.formats.seam import ToolFormat
-from quire.text.channels.reasoning import THINK, ReasoningStyle
+from quire.text.channels.reasoning import NO_MARKERS, THINK, AnswerMarkers, ReasoningStyle
 from quire.text.channels.source import Reading, Source
 from quire.types import QuireError
 
@@ -33,6 +33,7 @@ class ChannelParser:
         tool_format: ToolFormat | None,
         style: ReasoningStyle | None,
         *,
+        answer: AnswerMarkers = NO_MARKERS,
         reasoning_open: bool = False,
         tools: Sequence[ToolSpec] = (),
         must_call: bool = False,
@@ -41,6 +42,7 @@ class ChannelParser:
         self._source = Source(self._log)
         self._format = tool_format
         self._style = style
+        self._answer = answer
         self._reasoning_open = reasoning_open
         self._tools = tuple(tools)
         self._must_call = must_call
@@ -68,10 +70,24 @@ class ChannelParser:
     def _read(self) -> Reading[None]:
         if self._style is not None:
             yield from self._read_reasoning(self._style)
+        if self._format is None or not self._format.frames_text:
+            yield from self._read_answer_open()
         if self._format is None:
             yield from self._source.rest(self._log.text)
         else:
             yield from self._format.read(self._source, self._tools)
+
+    def _read_answer_open(self) -> Reading[None]:
+        """Read the marker before the answer, if it is there. The one after it is dropped wherever text is read."""
+        marker, source = self._answer.open, self._source
+        if self._answer.close:
+            source.drops = tuple({self._answer.close, marker})
+        if marker:
+            source.keep("", may_be_text=True)
+            yield from source.spaces()
+            if (yield from source.match(marker)):
+                source.settle()
+            source.give_back()
 
     def _read_reasoning(self, style: ReasoningStyle) -> Reading[None]:
         source = self._source
@@ -88,21 +104,35 @@ class ChannelParser:
 
 
 def make_channel_parser(
-    format_name: str | None,
+    tool_format: ToolFormat | str | None,
     *,
     reasoning: bool | ReasoningStyle = False,
+    answer: AnswerMarkers = NO_MARKERS,
     reasoning_open: bool = False,
     tools: Sequence[ToolSpec] = (),
     must_call: bool = False,
 ) -> ChannelParser:
-    """A parser for one sample. `format_name` is one of `FORMATS`, or None or "none" for requests without tools or with
+    """A parser for one sample. `tool_format` is a format or its name; None or "none" for requests without tools or with
     `tool_choice` none; `reasoning` true means `<think>`. `reasoning_open`: the prompt ends with the opening marker (see
     `opens_reasoning`). `must_call`: a grammar restricts the answer to calls."""
     style = THINK if reasoning is True else (reasoning or None)
-    if format_name is None or format_name == "none":
-        return ChannelParser(None, style, reasoning_open=reasoning_open)
-    if format_name not in FORMATS:
+    found = format_named(tool_format) if isinstance(tool_format, str) else tool_format
+    return ChannelParser(
+        found,
+        style,
+        answer=answer,
+        reasoning_open=reasoning_open,
+        tools=tools,
+        must_call=found is not None and must_call,
+    )
+
+
+def format_named(name: str) -> ToolFormat | None:
+    """The format of this name, None for `none`. Raises for an unknown name, with the list of formats."""
+    if name == "none":
+        return None
+    if name not in FORMATS:
         known = ", ".join([*FORMATS, "none"])
-        what = f"The tool-call format {format_name!r} is not known."
+        what = f"The tool-call format {name!r} is not known."
         raise QuireError("invalid_parameter", what, f"Known are: {known}.", "tool_format")
-    return ChannelParser(FORMATS[format_name], style, reasoning_open=reasoning_open, tools=tools, must_call=must_call)
+    return FORMATS[name]

@@ -30,6 +30,7 @@ class Source:
     def __init__(self, log: EventLog):
         self.log = log
         self.closed = False  # the text is complete
+        self.drops: tuple[str, ...] = ()  # markers around the answer, which `plain` and `rest` leave out
         self.cut = False  # a token limit or stop string ended the text: an incomplete part may have become a call
         self._text = ""
         self._at = 0
@@ -140,6 +141,9 @@ class Source:
 
     def rest(self, emit: Callable[[str], Any]) -> Reading[None]:
         """Emit all remaining text as it arrives."""
+        if self.drops:
+            yield from self.plain(emit, ())
+            return
         while (yield from self.more()):
             emit(self.take_to(len(self._text)))
 
@@ -164,9 +168,11 @@ class Source:
         """Emit text up to one of the markers. Returns the white space before the marker, which is not emitted, and the
         marker. At the end of the text the marker is empty and everything has been emitted.
 
-        Only white space and prefixes of a marker are held back, because a marker may follow.
+        A marker in `drops` is left out. Only white space and prefixes of a marker are held back, because a marker may
+        follow.
         """
-        firsts = re.compile("[" + re.escape("".join({marker[0] for marker in markers})) + "]")
+        known = (*markers, *self.drops)
+        firsts = re.compile("[" + re.escape("".join({marker[0] for marker in known})) + "]")
         held = ""
         while (yield from self.more()):
             first = firsts.search(self._text, self._at)
@@ -180,9 +186,11 @@ class Source:
                 emit(held[:-MAX_SPACES])
                 held = held[-MAX_SPACES:]
             if first:
-                marker = yield from self.match(*markers)
-                if marker:
+                marker = yield from self.match(*known)
+                if marker in markers and marker:
                     return held, marker
+                if marker:
+                    continue
                 if self.broke_off:
                     return "", ""
                 emit(held + self.take_char())

@@ -7,35 +7,37 @@ Lark dialect of the grammar engine, in the format that the model's channel parse
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from quire.text.channels.events import ToolSpec
-from quire.text.channels.formats import FORMATS
 from quire.text.channels.formats.seam import ToolFormat
-from quire.text.channels.grammar_text import ANY_TEXT, GrammarText, TokenIdOf, call_schema, literal, schema_of
+from quire.text.channels.grammar_text import GrammarText, call_schema, schema_of
+from quire.text.channels.reasoning import AnswerMarkers
 from quire.types import GrammarSpec, QuireError
 
 SPACE_AFTER_REASONING = r"/[ \n\t]{0,4}/"
 
 
 def tool_grammar(
-    format_name: str,
+    tool_format: ToolFormat,
     tools: Sequence[ToolSpec],
     choice: str,
     *,
     parallel: bool = True,
-    special_id: TokenIdOf = lambda text: None,
+    specials: Mapping[str, int] = MappingProxyType({}),
     leads: bool = False,
     answer: GrammarSpec | None = None,
 ) -> GrammarSpec | None:
     """The grammar for `choice`: "auto", "required", "none", or a tool's name. Returns None if nothing is enforced.
 
-    `special_id` maps a marker to its special token (see `Tokenizer.is_special`); such a marker is written as that token
-    only. `leads`: reasoning may precede, so leading white space is allowed. With "auto", strict tools give a grammar in
-    which text is free and the format's trigger must begin a call. With a constrained `answer`, the output is either
-    calls or such an answer.
+    `specials` maps the spellings of special tokens to their ids; a marker that is one is written as that token only.
+    `leads`: reasoning may precede, so leading white space is allowed. With "auto", strict tools give a grammar in which
+    text is free and the format's trigger must begin a call. With a constrained `answer`, the output is either calls or
+    such an answer.
     """
-    is_bound = answer is not None and _can_join(FORMATS[format_name], tools, answer)
+    is_bound = answer is not None and _can_join(tool_format, tools, answer)
     if choice == "none" or (choice == "auto" and not is_bound and not any(tool.strict for tool in tools)):
         return None
     if choice not in ("auto", "required"):
@@ -46,13 +48,12 @@ def tool_grammar(
     if not tools:
         what = f"tool_choice is {choice!r} but there are no tools."
         raise QuireError("invalid_parameter", what, "Send tools, or tool_choice none.", "tool_choice")
-    tool_format = FORMATS[format_name]
-    text = GrammarText(special_id)
+    text = GrammarText(specials)
     after_trigger = text.rule(tool_format.grammar(text, tools, parallel=parallel))
     if choice == "auto" and not is_bound:
-        start = _free(text, tool_format, after_trigger, parallel)
+        start = tool_format.free(text, after_trigger, parallel=parallel)
     else:
-        one = f"{text.marker(tool_format.trigger)} {after_trigger}" if tool_format.trigger else after_trigger
+        one = f"{text.spelled(tool_format.trigger)} {after_trigger}" if tool_format.trigger else after_trigger
         one = text.rule(one)
         start = f'{one} ("\\n"? {one})*' if parallel and tool_format.repeats else one
         if choice == "auto" and answer is not None:
@@ -85,14 +86,23 @@ def _call_or(
     )
 
 
-def _free(text: GrammarText, tool_format: ToolFormat, after_trigger: str, parallel: bool) -> str:
-    """The grammar of free text with a call wherever the trigger occurs."""
-    if not tool_format.trigger:  # the first character decides between call and text
-        no_call = text.rule(r"/([^{\[](?s:.*))?/")
-        return f"{no_call} | {after_trigger}"
-    if text.is_special(tool_format.trigger):
-        call = f"{text.rule(ANY_TEXT)} {text.marker(tool_format.trigger)} {after_trigger}"
-    else:
-        call = f"{text.rule(f'{ANY_TEXT} {literal(tool_format.trigger)}', '[lazy]')} {after_trigger}"
-    repeats = "*" if parallel and tool_format.repeats else "?"
-    return f"({text.rule(call)}){repeats} {text.rule(ANY_TEXT)}"
+def answer_grammar(
+    output: GrammarSpec, answer: AnswerMarkers, tool_format: ToolFormat | None, specials: Mapping[str, int]
+) -> GrammarSpec:
+    """The grammar of an answer that the model writes after a marker, which may be missing. An EBNF grammar is the
+    caller's own and stays as it is."""
+    if not answer.open or output.kind in ("ebnf", "free"):
+        return output
+    text = GrammarText(specials)
+    body = text.answer(output)
+    opens = _openings(text, answer, tool_format)
+    return replace(output, kind="ebnf", value=text.finish(f"({opens})? {body}"))
+
+
+def _openings(text: GrammarText, answer: AnswerMarkers, tool_format: ToolFormat | None) -> str:
+    """The ways in which an answer begins: its marker, or for a format that frames messages also a part of it."""
+    whole = text.spelled(answer.open)
+    if tool_format is None or not tool_format.frames_text:
+        return whole
+    rest = answer.open.partition("assistant")[2]
+    return f"{whole} | {text.spelled(rest)}" if rest else whole

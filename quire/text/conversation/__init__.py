@@ -12,7 +12,7 @@ from quire.text.conversation.request import (
     Message,
     make_conversation,
 )
-from quire.text.conversation.turn import ChatRenderer, ChatTurn, answer_format, choose_tool_format
+from quire.text.conversation.turn import ChatRenderer, ChatTurn, answer_format, read_formats
 
 __all__ = [
     "TEMPLATE_KWARGS",
@@ -25,6 +25,6 @@ __all__ = [
     "Message",
     "ToolCall",
     "answer_format",
-    "choose_tool_format",
     "make_conversation",
+    "read_formats",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.text.channels import (
+    AnswerMarkers,
     ChannelParser,
     Event,
     ReasoningDelta,
@@ -16,6 +17,7 @@ from quire.text.channels import (
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
+    ToolFormat,
     ToolSpec,
     make_channel_parser,
 )
@@ -69,8 +71,9 @@ class AssistantMessage:
 class AnswerFormat:
     """The formats of tool calls and reasoning in one turn's answer, known before the first token is sampled."""
 
-    tool_format: str | None  # a name of FORMATS; None: text that looks like a call stays text
+    tool_format: ToolFormat | None  # None: text that looks like a call stays text
     reasoning: ReasoningStyle | None
+    answer: AnswerMarkers
     reasoning_open: bool  # the prompt ends inside reasoning
     tools: tuple[ToolSpec, ...] = ()
     must_call: bool = False  # a grammar restricts the answer to calls
@@ -79,6 +82,7 @@ class AnswerFormat:
         return make_channel_parser(
             self.tool_format,
             reasoning=self.reasoning or False,
+            answer=self.answer,
             reasoning_open=self.reasoning_open,
             tools=self.tools,
             must_call=self.must_call,

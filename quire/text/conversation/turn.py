@@ -1,30 +1,28 @@
 """Turns a conversation into a prompt: checks, renders and encodes it, and builds the grammar of its answer.
 
-The tool-call format and the reasoning markers are read from the model's chat template. The server renders in its text
+The formats of calls, reasoning and answer are read off the model's chat template. The server renders in its text
 worker, `LLM.chat` in the calling thread.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
 
 from quire.text.channels import (
-    FORMATS,
     ChannelParser,
-    ReasoningStyle,
     ToolSpec,
-    choose_format,
-    choose_reasoning,
+    answer_grammar,
     closes_reasoning,
-    make_channel_parser,
+    format_named,
     opens_reasoning,
     tool_grammar,
 )
+from quire.text.channels.probe import TemplateFormats, describe_template
 from quire.text.conversation.answer import AnswerFormat, AssistantMessage
-from quire.text.conversation.request import Conversation, ConversationLimits, Message, check_tools
+from quire.text.conversation.replaying import messages_for_template, template_variables
+from quire.text.conversation.request import Conversation, ConversationLimits, check_tools
 from quire.text.prompts import encode_chat, render_chat
 from quire.text.schema import with_schema_warnings
 from quire.text.stream import TextStream
@@ -74,8 +72,8 @@ class ChatRenderer:
 
     tokenizer: Tokenizer
     template: ChatTemplate
-    tool_format: str  # a name of FORMATS, or none
-    reasoning: ReasoningStyle | None
+    formats: TemplateFormats
+    specials: Mapping[str, int]  # special tokens that the formats' markers hold
     limits: ConversationLimits | None  # None: the caller is trusted
     special_in_content: bool
 
@@ -90,50 +88,49 @@ class ChatRenderer:
         special_in_content: bool = False,
     ) -> ChatRenderer:
         """Return a renderer for the formats in the template. `tool_format` overrides the template's format of calls."""
-        name, style = choose_tool_format(template.source, tool_format), choose_reasoning(template.source)
-        return cls(tokenizer, template, name, style, limits, special_in_content)
+        formats = read_formats(template, tool_format)
+        specials = _specials_in(tokenizer, formats)
+        return cls(tokenizer, template, formats, specials, limits, special_in_content)
 
     def render(self, conversation: Conversation, max_tokens: int) -> ChatTurn:
         """Return the turn's prompt, of at most `max_tokens` tokens. Raises `QuireError` for an invalid conversation."""
         if self.limits is not None:
             self.limits.check(conversation)
         check_tools(conversation)
+        tools = conversation.tools if conversation.tool_choice != "none" else []
+        shows_tools = self.formats.replay.shows_tools
         segments = render_chat(
             self.template,
             self.tokenizer,
-            [_for_template(message) for message in conversation.messages],
+            messages_for_template(conversation.messages, tools, self.formats),
             special_in_content=self.special_in_content,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final,
-            tools=conversation.tools if conversation.tools and conversation.tool_choice != "none" else None,
+            tools=tools if tools and shows_tools else None,
+            **template_variables(tools, self.formats.replay),
             **conversation.template_kwargs,
         )
         text = "".join(segments)
         tokens = encode_chat(self.tokenizer, segments, max_tokens)
-        style, is_open = self.reasoning, opens_reasoning(text, self.reasoning)
-        form = answer_format(conversation, self.tool_format, style, is_open)
-        name = form.tool_format
-        markers = [*(FORMATS[name].markers if name else ()), *((style.open, style.close) if style else ())]
+        form = answer_format(conversation, self.formats, opens_reasoning(text, self.formats.reasoning))
         calls = self._call_grammar(conversation, form)
         output = conversation.output
         if calls is None and output is not None:
             output = with_schema_warnings(output, conversation.output_param)
+            if not conversation.continue_final:
+                output = answer_grammar(output, form.answer, form.tool_format, self.specials)
         return ChatTurn(
             text,
             tokens,
             self._after_reasoning(conversation, calls or output, text),
             "tools" if calls is not None else conversation.output_param,
-            any(self._special_id(marker) is not None for marker in markers),
+            _holds_special(form, self.specials),
             form,
         )
 
-    def _special_id(self, text: str) -> int | None:
-        ids = self.tokenizer.encode(text, add_special=False)
-        return ids[0] if len(ids) == 1 and self.tokenizer.is_special(ids[0]) else None
-
     def _call_grammar(self, conversation: Conversation, form: AnswerFormat) -> GrammarSpec | None:
         """Return the grammar that enforces required calls and the format of calls; None: nothing is enforced."""
-        if form.tool_format is None:
+        if form.tool_format is None or not form.tools or conversation.tool_choice == "none":
             return None
         try:
             return tool_grammar(
@@ -141,8 +138,8 @@ class ChatRenderer:
                 form.tools,
                 conversation.tool_choice,
                 parallel=conversation.parallel_tools,
-                special_id=self._special_id,
-                leads=self.reasoning is not None,
+                specials=self.specials,
+                leads=self.formats.reasoning is not None,
                 answer=conversation.output,
             )
         except QuireError as error:
@@ -152,7 +149,7 @@ class ChatRenderer:
         self, conversation: Conversation, grammar: GrammarSpec | None, prompt: str
     ) -> GrammarSpec | None:
         """Return the grammar with the markers of reasoning, which stays free, and with its token budget."""
-        tokenizer, style = self.tokenizer, self.reasoning
+        tokenizer, style = self.tokenizer, self.formats.reasoning
         is_open = opens_reasoning(prompt, style)
         answers = conversation.continue_final or closes_reasoning(prompt, style)
         if style is None or (answers and not is_open):
@@ -166,26 +163,55 @@ class ChatRenderer:
         return replace(grammar or GrammarSpec("free"), after_reasoning=close, opens_reasoning=opening, budget=budget)
 
 
-def choose_tool_format(template_source: str, configured: str | None) -> str:
-    """Return the configured tool-call format, else the template's, else plain JSON."""
-    name = configured or choose_format(template_source) or "json"
-    make_channel_parser(name)  # raises for an unknown name, with the list of formats
-    return name
+def read_formats(template: ChatTemplate, configured: str | None) -> TemplateFormats:
+    """Return the formats of a template, with the configured format of calls in place of its own."""
+    if configured is not None:
+        format_named(configured)  # raises for an unknown name, with the list of formats
+    return _read_formats(template, configured)
 
 
-def answer_format(
-    conversation: Conversation, tool_format: str, style: ReasoningStyle | None, reasoning_open: bool
-) -> AnswerFormat:
-    """Return the answer format of this conversation for a model that writes calls in `tool_format`."""
-    looks_for_calls = bool(conversation.tools) and conversation.tool_choice != "none" and tool_format != "none"
-    functions = [tool["function"] for tool in conversation.tools]
+@lru_cache(maxsize=8)
+def _read_formats(template: ChatTemplate, configured: str | None) -> TemplateFormats:
+    return describe_template(template.render, template.source, configured)
+
+
+def answer_format(conversation: Conversation, formats: TemplateFormats, reasoning_open: bool) -> AnswerFormat:
+    """Return the answer format of this conversation for a model that writes in these formats."""
+    looks_for_calls = bool(conversation.tools) and conversation.tool_choice != "none"
+    functions = [tool["function"] for tool in conversation.tools] if looks_for_calls else []
     return AnswerFormat(
-        tool_format if looks_for_calls else None,
-        style,
+        formats.tools if looks_for_calls or formats.reads_all else None,
+        formats.reasoning,
+        formats.answer,
         reasoning_open,
         tuple(ToolSpec(f["name"], f.get("parameters") or {}, bool(f.get("strict"))) for f in functions),
         must_call=conversation.tool_choice not in ("auto", "none"),
     )
+
+
+def _marker_texts(form: AnswerFormat | TemplateFormats) -> str:
+    """All markers of a format in one text."""
+    tools = form.tool_format if isinstance(form, AnswerFormat) else form.tools
+    style, answer = form.reasoning, form.answer
+    own = tools.markers if tools is not None else ()
+    return "\n".join([*own, *((style.open, style.close) if style else ()), answer.open, answer.close])
+
+
+def _specials_in(tokenizer: Tokenizer, formats: TemplateFormats) -> dict[str, int]:
+    """The special tokens of the model that its markers hold, by spelling."""
+    texts = _marker_texts(formats)
+    found = {}
+    for spelling in tokenizer.special_spellings:
+        if spelling in texts:
+            ids = tokenizer.encode(spelling, add_special=False)
+            if len(ids) == 1 and tokenizer.is_special(ids[0]):
+                found[spelling] = ids[0]
+    return found
+
+
+def _holds_special(form: AnswerFormat, specials: Mapping[str, int]) -> bool:
+    texts = _marker_texts(form)
+    return any(spelling in texts for spelling in specials)
 
 
 def _thinking_budget(conversation: Conversation) -> int | None:
@@ -194,20 +220,3 @@ def _thinking_budget(conversation: Conversation) -> int | None:
         return conversation.thinking_budget
     budget = conversation.template_kwargs.get("thinking_budget")
     return budget if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0 else None
-
-
-def _for_template(message: Message) -> Message:
-    """Return the message with the arguments of earlier calls as objects, which templates expect; clients send text."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not calls:
-        return message
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
-
-
-def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (TypeError, ValueError, RecursionError):  # already an object, or not JSON
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

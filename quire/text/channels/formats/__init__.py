@@ -1,24 +1,24 @@
-"""The tool-call formats by name. A new format is a file in this folder and a line in `_ALL`."""
+"""The tool-call formats by name: layouts as presets, and the formats that no layout can express, each in its file."""
 
 from __future__ import annotations
 
 from quire.text.channels.formats.bare_json import BareJson
-from quire.text.channels.formats.deepseek import DeepSeek
-from quire.text.channels.formats.hermes import Hermes
+from quire.text.channels.formats.functionary import Functionary
+from quire.text.channels.formats.gemma4 import Gemma4
+from quire.text.channels.formats.harmony import Harmony
 from quire.text.channels.formats.llama3 import Llama3
-from quire.text.channels.formats.mistral import Mistral
-from quire.text.channels.formats.qwen3_coder import Qwen3Coder
-from quire.text.channels.formats.seam import ToolFormat
+from quire.text.channels.formats.presets import PRESETS, GraniteList
+from quire.text.channels.formats.pythonic import Pythonic
+from quire.text.channels.formats.seam import TaughtFormat, ToolFormat
 
-# In the order in which templates are matched: specific formats before general ones.
-_ALL: tuple[ToolFormat, ...] = (
-    Qwen3Coder(),
-    Hermes(),
-    Mistral(),
-    Mistral(is_list=True),
-    DeepSeek(),
-    DeepSeek(is_fenced=True),
+# Formats that probing can't tell, in the order in which they are asked.
+HAND_WRITTEN: tuple[TaughtFormat, ...] = (
+    Harmony(),
+    Gemma4(),
+    Pythonic(),
+    Functionary(),
+    GraniteList(),
     Llama3(),
-    BareJson(),
 )
+_ALL: tuple[ToolFormat, ...] = (*PRESETS, *HAND_WRITTEN, BareJson())
 FORMATS: dict[str, ToolFormat] = {found.name: found for found in _ALL}

@@ -6,11 +6,12 @@ models whose template teaches no known format.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from quire.text.channels.calls import read_call, read_calls, read_separator
 from quire.text.channels.events import ToolSpec
-from quire.text.channels.grammar_text import GrammarText, either
+from quire.text.channels.grammar_text import GrammarText, either, json_or_text
 from quire.text.channels.source import Reading, Source
 
 
@@ -22,9 +23,8 @@ class BareJson:
     trigger = ""
     plain_key = "arguments"
     repeats = False
-
-    def matches(self, template: str) -> bool:
-        return False  # no template teaches it: it is configured, or the fallback
+    frames_text = False
+    description = '{"name": "⟨name⟩", "arguments": ⟨arguments⟩}'
 
     def read(self, source: Source, tools: Sequence[ToolSpec]) -> Reading[None]:
         names = frozenset(tool.name for tool in tools) or None
@@ -45,3 +45,10 @@ class BareJson:
     def grammar(self, text: GrammarText, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         call = text.rule(either(text.json_call(tool, "arguments") for tool in tools))
         return f'({call} | "[" {call} (", " {call})* "]")' if parallel else call
+
+    def free(self, text: GrammarText, call: str, *, parallel: bool) -> str:
+        return json_or_text(text, call)
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        objects = [f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls]
+        return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"

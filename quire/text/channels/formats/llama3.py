@@ -10,11 +10,11 @@ from typing import Any
 
 from quire.text.channels.calls import read_call, read_separator
 from quire.text.channels.events import ToolSpec
-from quire.text.channels.grammar_text import GrammarText, either
+from quire.text.channels.formats.seam import ToolFormat
+from quire.text.channels.grammar_text import GrammarText, either, json_or_text
 from quire.text.channels.source import MAX_HELD, Reading, Source
 
 TAG = "<|python_tag|>"
-_TAUGHT = re.compile(r'\{\\?"name\\?": function name, \\?"parameters\\?":')
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_]")
 _DOTTED = re.compile(r"[A-Za-z0-9_.]")
 _SCALAR = re.compile(r"[0-9A-Za-z+.\-]")
@@ -27,11 +27,22 @@ class Llama3:
     name = "llama3"
     markers: tuple[str, ...] = (TAG,)
     trigger = ""
+    frames_text = False
     plain_key = "parameters"
     repeats = False
+    style = None
+    answer = None
+    description = '{"name": "⟨name⟩", "parameters": ⟨arguments⟩}'
 
-    def matches(self, template: str) -> bool:
-        return _TAUGHT.search(template) is not None and "<tool_call>" not in template
+    def free(self, text: GrammarText, call: str, *, parallel: bool) -> str:
+        return json_or_text(text, call)
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        return "; ".join(f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}' for name, arguments in calls)
+
+    def is_taught_by(self, template: str, found: ToolFormat | None) -> bool:
+        is_bare = found is not None and found.plain_key == "parameters"
+        return is_bare or (found is None and TAG in template and '"parameters"' in template)
 
     def read(self, source: Source, tools: Sequence[ToolSpec]) -> Reading[None]:
         names = frozenset(tool.name for tool in tools) or None

@@ -1,5 +1,5 @@
 """Groups of ranks: how processes that compute one model together exchange tensors. Knows neither layers nor models."""
 
-from quire.parallel.communicator import ALONE, Alone, Communicator
+from quire.parallel.communicator import ALONE, Alone, Communicator, RankTimeout
 
-__all__ = ["ALONE", "Alone", "Communicator"]
+__all__ = ["ALONE", "Alone", "Communicator", "RankTimeout"]

@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from quire.cache.memory import MemoryPlan
+from quire.engine.workers import DeviceLost
 from quire.parallel.shared_memory import GroupMemory, create_group_memory
 from quire.ranks import messages
 from quire.ranks.group import RankGroup
@@ -21,7 +23,7 @@ from quire.ranks.socket_links import FrameSocket, SocketRankConnection
 from quire.types import QuireError
 
 START_SECONDS = 600.0  # for loading the model
-END_SECONDS = 5.0  # for ranks to end by themselves
+END_SECONDS = 2.0  # for ranks to end by themselves
 
 
 @dataclass(slots=True)
@@ -92,7 +94,8 @@ class LocalRanks:
     def group(self) -> RankGroup:
         """Returns the workers that send plans to these ranks."""
         connections = [
-            SocketRankConnection(rank.number, rank.frames, self._seconds + 1, self._describe) for rank in self._ranks
+            SocketRankConnection(rank.number, rank.frames, self._seconds + 1, self._describe, self._look)
+            for rank in self._ranks
         ]
         return RankGroup(connections, answering=0, on_close=self.close)
 
@@ -112,12 +115,30 @@ class LocalRanks:
                 rank.process.kill()
                 rank.process.wait()
 
+    def _look(self) -> None:
+        """Raises `DeviceLost` if a rank has ended or its process is stopped."""
+        for rank in self._ranks:
+            if rank.process.poll() is not None:
+                code = rank.process.returncode
+                raise DeviceLost(f"Rank {rank.number} has ended with exit code {code} {self._describe(rank.number)}")
+            if is_stopped(rank.process.pid):
+                raise DeviceLost(f"The process of rank {rank.number} is stopped {self._describe(rank.number)}")
+
     def _describe(self, number: int) -> str:
         """Returns where a rank is and which ranks are alive, as the end of a sentence."""
         place = self._memory.position(number)
         dead = [str(rank.number) for rank in self._ranks if rank.process.poll() is not None]
         others = f"; ended: rank {', '.join(dead)}" if dead else ""
         return f"(step {place.step}, operation {place.joined}{others})"
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, by a signal or a debugger."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # no such file system, or no such process any more
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _start(number: int) -> _Rank:

@@ -5,16 +5,20 @@ The sockets have no address that another process could connect to. A frame is pr
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable
 
 from quire.engine.host.frames import MAX_FRAME
+from quire.engine.host.step_messages import MARK
 from quire.engine.workers import DeviceLost
+from quire.ranks.messages import RankFailed, decode_from_rank
 from quire.types import QuireError
 
 LENGTH = struct.Struct("<I")
+LOOK_SECONDS = 0.25  # between two looks at the ranks while a step runs
 
 
 class FrameSocket:
@@ -35,6 +39,10 @@ class FrameSocket:
         if length > MAX_FRAME:
             raise QuireError("bad_message", f"A frame of {length} bytes came, more than the limit of {MAX_FRAME}.")
         return self._exactly(length, deadline)
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether there is something to read, or the other end has closed, within this time."""
+        return bool(select.select([self._raw], [], [], seconds)[0])
 
     def close(self) -> None:
         self._raw.close()
@@ -63,8 +71,17 @@ class FrameSocket:
 class SocketRankConnection:
     """The engine's end. Implements `RankConnection`."""
 
-    def __init__(self, rank: int, frames: FrameSocket, seconds: float, describe: Callable[[int], str]):
-        """`describe`: says where a rank is, for the error when it does not answer."""
+    def __init__(
+        self,
+        rank: int,
+        frames: FrameSocket,
+        seconds: float,
+        describe: Callable[[int], str],
+        look: Callable[[], None] = lambda: None,
+    ):
+        """`describe`: says where a rank is, for the error when it does not answer. `look`: called now and then while an
+        answer is awaited; raises `DeviceLost` if a rank of the group has ended or is frozen."""
+        self._look = look
         self.rank = rank
         self._frames = frames
         self._seconds = seconds
@@ -77,13 +94,22 @@ class SocketRankConnection:
             raise DeviceLost(f"Rank {self.rank} has ended {self._describe(self.rank)}") from None
 
     def read(self) -> bytes:
+        deadline = time.monotonic() + self._seconds
+        while not self._frames.wait(LOOK_SECONDS):
+            self._look()
+            if time.monotonic() > deadline:
+                what = f"Rank {self.rank} did not answer within {self._seconds:g} s {self._describe(self.rank)}"
+                raise DeviceLost(what)
         try:
-            frame = self._frames.read(time.monotonic() + self._seconds)
+            frame = self._frames.read(deadline + LOOK_SECONDS)
         except TimeoutError:
-            what = f"Rank {self.rank} did not answer within {self._seconds:g} s {self._describe(self.rank)}"
-            raise DeviceLost(what) from None
+            raise DeviceLost(f"Rank {self.rank} stopped inside a message {self._describe(self.rank)}") from None
         if frame is None:
+            self._look()
             raise DeviceLost(f"Rank {self.rank} has ended {self._describe(self.rank)}")
+        if not frame.startswith(MARK):  # no output of a step
+            failed = decode_from_rank(frame)
+            raise DeviceLost(f"Rank {self.rank} failed: {failed.what if isinstance(failed, RankFailed) else failed}")
         return frame
 
     def close(self) -> None:

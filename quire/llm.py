@@ -19,6 +19,7 @@ from quire.cache.explain import Explanation, explain, pin
 from quire.config import Config
 from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
+from quire.engine.host.driver import TRANSFER_SECONDS
 from quire.engine.host.interrupts import HeldInterrupts
 from quire.files.pooling import read_pooling
 from quire.files.progress import Progress
@@ -262,6 +263,8 @@ class LLM:
     def _turn(self) -> None:
         with self._lock:
             self._enter()
+            if self._engine.awaits_transfers:
+                self._engine.wait_for_transfer(TRANSFER_SECONDS)
             for delta in self._engine.turn():
                 opened = self._replies.get(delta.request_id)
                 if opened is None:

@@ -10,6 +10,9 @@ Methods with a `fence` release units once that step has committed, because steps
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from quire.cache.chain import LINK_TOKENS, link_keys
 from quire.cache.claims import Claims
 from quire.cache.lease import Lease, Snapshot, lease_of
 from quire.cache.match import CacheStats, Loads, Lookup, Match
@@ -18,6 +21,8 @@ from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
 from quire.cache.tiers.host import HostTier
 from quire.cache.tiers.seam import BlockId
+from quire.cache.tiers.stack import TierStack
+from quire.cache.tiers.stored import HostUnits, StoredTier
 from quire.cache.tree import ABSENT, Node, PrefixTree
 from quire.cache.unit_ledger import UnitLedger
 from quire.cache.windows import WindowPages
@@ -48,7 +53,9 @@ class CacheIndex:
         self.paged = [g for g, spec in enumerate(specs) if spec.kind == "paged"]
         self.state = [g for g, spec in enumerate(specs) if spec.kind == "state"]
         self._host_cache = host_cache
-        self.host = HostTier(num_host_units, [unit_bytes(s) for s in specs], keeps_blocks=host_cache and prefix_cache)
+        self._unit_bytes = [unit_bytes(spec) for spec in specs]
+        self.host = HostTier(num_host_units, self._unit_bytes, keeps_blocks=host_cache and prefix_cache)
+        self.tiers: TierStack | None = None
         self.can_swap = self.host.has_units
         self._snapshots = SnapshotRule([specs[g] for g in self.state]) if self.state else None
         leaf_first = [spec.kind == "paged" and spec.window is None for spec in specs]
@@ -58,7 +65,6 @@ class CacheIndex:
         self.windowed = self._windows.groups
         self._lookup = Lookup(specs, self.tree)
         self.available = self.ledger.available
-        self.settle = self.ledger.settle
         self._last_match: tuple[Lease, int, int, Match] | None = None  # lease, max. pages, tree.num_changes, match
         self._to_clear: list[Copy] = []
         self._leases: set[Lease] = set()  # leases with units, for check()
@@ -73,7 +79,20 @@ class CacheIndex:
             self.specs, sizes, host, prefix_cache=self.prefix_cache, host_cache=self._host_cache, weights=self.weights
         )
         new._to_clear = self._to_clear
+        if self.tiers is not None:
+            self.tiers.stop()
+            new.attach(self.tiers.stores, self.tiers.memory)
         return new
+
+    def attach(self, stores: Sequence[StoredTier], memory: HostUnits) -> None:
+        """Put stores below host memory."""
+        assert self.host.keeps_blocks and self.page_tokens % LINK_TOKENS == 0
+        self.tiers = TierStack(self.host, stores, memory)
+
+    @property
+    def stores(self) -> Sequence[StoredTier]:
+        """The tiers below host memory."""
+        return () if self.tiers is None else self.tiers.stores
 
     def empty_lease(self, request: Request) -> Lease:
         """Return the lease of a request that holds nothing yet."""
@@ -139,6 +158,8 @@ class CacheIndex:
         lease.fork_point = (self._snapshots or self._windows).fork_point(match)
         if match.loads:
             self._load(lease, match, plan)
+        if self.tiers is not None:
+            self.tiers.forget(request)
         for group in self.state:
             if match.loads.get(group):
                 continue
@@ -266,15 +287,50 @@ class CacheIndex:
     @property
     def has_stores(self) -> bool:
         """Whether blocks wait for a plan that copies them to the host."""
-        return self.host.has_stores
+        return self.host.has_stores or (self.tiers is not None and self.tiers.has_stores)
 
     def finish(self, plan: Plan) -> None:
         """Complete a plan, which takes no further unit: blocks evicted for it are copied before all else."""
+        if self.tiers is not None:
+            self.tiers.start_stores(self._holds, self._unit_bytes)
         self.host.take_stores(plan)
+
+    def poll(self) -> list[Request]:
+        """Handle transfers between tiers that have ended; return the requests that waited for them."""
+        return [] if self.tiers is None else self.tiers.poll()
+
+    def stage(self, request: Request, seconds: Callable[[int, int], float | None]) -> bool:
+        """Start to load what a store has of a request's prefix. True: the request must wait for it.
+
+        `seconds(tokens, context)`: how long it takes to compute so many tokens after so many others.
+        """
+        lease = lease_of(request)
+        if self.tiers is None or lease.was_staged or not self._may_share(request):
+            return False
+        lease.was_staged = True
+        match = self._with_host(request, self.match(request))
+        keys = lease.keys[: (len(request.tokens) - 1) // self.page_tokens]
+        stores = self.tiers.stores
+
+        def has(group: int, index: int) -> bool:
+            block = self._block(request, group, index)
+            return self.host.has(block) or any(store.has(block) for store in stores)
+
+        longer = self._lookup.extend(keys, match, has)
+        if longer is match:
+            return False
+        blocks = [self._block(request, group, index) for group, index in self._lookup.lacking(longer)]
+        resident = [block for block in blocks if self.host.has(block)]
+        below = [block for block in blocks if not self.host.has(block)]
+        return self.tiers.stage(request, below, resident, seconds(longer.length - match.length, match.length))
 
     def abandon(self) -> None:
         """Forget what the copies of all steps in flight were to store, because they failed and will not commit."""
         self.host.abandon()
+
+    def settle(self, step: int) -> None:
+        """Free and make visible what waited for steps up to `step`, which have committed."""
+        self.ledger.settle(step)
 
     # -- committing -----------------------------------------------------------------------------------------------
 
@@ -336,6 +392,8 @@ class CacheIndex:
             self._release_snapshot(snapshot, fence)
         lease.snapshots.clear()
         self._drop_host(lease, fence)
+        if self.tiers is not None:
+            self.tiers.forget(request)
         lease.num_inserted = 0
         self._windows.release(lease)
         self._leases.discard(lease)
@@ -352,6 +410,27 @@ class CacheIndex:
         """Return the longest sequence that fits when it runs alone."""
         units = [self.pools[g].num_units - 1 for g in self.paged if g not in self.windowed]
         return min(units) * self.page_tokens if units else 1 << 62
+
+    def _block(self, request: Request, group: int, index: int) -> BlockId:
+        """Return the id of what a group has at a page of a request, with the links that the page covers."""
+        lease = lease_of(request)
+        key = lease.keys[index]
+        if group in self.state or self.page_tokens == LINK_TOKENS:
+            return BlockId(key, group, (key,))
+        parent = lease.keys[index - 1] if index else lease.root
+        return BlockId(key, group, tuple(link_keys(parent, lease.pages(request.tokens, index, index + 1)[0])))
+
+    def _keep(self, request: Request, group: int, units: list[tuple[int, int]]) -> None:
+        """Let the stores keep blocks that have entered the tree: page indices and units."""
+        assert self.tiers is not None
+        for index, unit in units:
+            block = self._block(request, group, index)
+            if unit != ABSENT and self._holds(block, unit):
+                self.tiers.keep(block, unit)
+
+    def _holds(self, block: BlockId, unit: int) -> bool:
+        node = self.tree.get(block.key)
+        return node is not None and node.units[block.group] == unit
 
     def _with_host(self, request: Request, match: Match) -> Match:
         """Extend a match by what host memory has."""
@@ -453,7 +532,10 @@ class CacheIndex:
         lease = lease_of(request)
         nodes = self._nodes(request, first, last)
         for group in self.paged:
-            self.ledger.share_to_tree(nodes, group, lease.units[group][first:last])
+            units = lease.units[group][first:last]
+            self.ledger.share_to_tree(nodes, group, units)
+            if self.tiers is not None:
+                self._keep(request, group, list(enumerate(units, start=first)))
 
     def _insert_snapshot(self, request: Request, snapshot: Snapshot) -> None:
         depth = snapshot.length // self.page_tokens
@@ -461,6 +543,8 @@ class CacheIndex:
         for group, slot in snapshot.slots.items():
             self.ledger.share_to_tree([node], group, [slot])
             self.ledger.drop(group, [slot])
+            if self.tiers is not None:
+                self._keep(request, group, [(depth - 1, slot)])
         for passed in self.tree.passed_by(node, self.state[0]):
             passed.spare = True
             self.tree.update_evictable(passed, lambda group, unit: self.pools[group].refs(unit) == 1)

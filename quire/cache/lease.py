@@ -44,6 +44,7 @@ class Lease:
     has_moved: bool = False  # the live slots are others than the row's page tables say, after rejected drafts
     claimed: list[bytes] = field(default_factory=list)  # keys of the pages that this request computes
     fork_point: int = 0  # length at which the prompt leaves cached prefixes, if it is worth a snapshot; 0: none
+    was_staged: bool = False  # whether the stores were asked for the prefix
     claims_tail: bool = False  # whether it has claimed its prompt's tail and not computed it yet
     _packed: TokenArray = field(default_factory=lambda: pack_tokens(()))  # the tokens seen so far, packed
     _links: list[bytes] = field(default_factory=list)  # keys of the full links, where pages do not end with links

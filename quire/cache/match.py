@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.cache.tiers.host import HostTier
@@ -72,41 +72,54 @@ class Lookup:
 
     def with_host(self, keys: Sequence[bytes], found: Match, host: HostTier) -> Match:
         """Return the longest prefix that device and host memory have together; `found` if the host adds nothing."""
-        if not host.num_blocks or (self._simple is not None and not self._goes_on(keys, found, host)):
+        if not host.num_blocks:
             return found
+        match = self.extend(keys, found, lambda group, index: host.has(BlockId(keys[index], group)))
+        if match is not found:
+            for group, index in self.lacking(match):
+                match.loads.setdefault(group, {})[index] = host.unit_of(BlockId(keys[index], group))
+        return match
+
+    def extend(self, keys: Sequence[bytes], found: Match, has: Callable[[int, int], bool]) -> Match:
+        """Return the longest prefix of the device together with what `has(group, page index)`, without loads; `found`
+        if that is not longer."""
+        first = found.length // self._page_tokens
+        if self._simple is not None and (first >= len(keys) or not has(self._simple, first)):
+            return found  # the usual case of a model with full attention alone
         nodes: list[Node] = []
-        best, reach, size = found.length // self._page_tokens, 0, self._page_tokens
+        best, reach, size = first, 0, self._page_tokens
         runs = dict.fromkeys(self._window_pages, 0)
-        for num_pages, key in enumerate(keys, start=1):
-            node = self._tree.get(key)
+        for index, key in enumerate(keys):
+            node, num_pages = self._tree.get(key), index + 1
 
-            def has(group: int, node: Node | None = node, key: bytes = key) -> bool:
-                return (node is not None and node.units[group] != ABSENT) or host.has(BlockId(key, group))
+            def is_there(group: int, node: Node | None = node, index: int = index) -> bool:
+                return (node is not None and node.units[group] != ABSENT) or has(group, index)
 
-            if not all(map(has, self._full)):
+            if not all(map(is_there, self._full)):
                 break
-            if node is not None and len(nodes) == num_pages - 1:
+            if node is not None and len(nodes) == index:
                 nodes.append(node)
             reach = num_pages
             for group in runs:
-                runs[group] = runs[group] + 1 if has(group) else 0
+                runs[group] = runs[group] + 1 if is_there(group) else 0
             windows = all(runs[group] >= min(num_pages, count) for group, count in self._window_pages.items())
-            if num_pages > best and windows and all(map(has, self._state)):
+            if num_pages > best and windows and all(map(is_there, self._state)):
                 best = num_pages
-        if best * size == found.length:
+        if best == first:
             return found
-        match = Match(best * size, max(reach * size, found.reach) if self._full else best * size, nodes[:best])
-        firsts = dict.fromkeys(self._full, 0) | dict.fromkeys(self._state, best - 1)
-        firsts |= {group: max(0, best - count) for group, count in self._window_pages.items()}
-        for group, first in firsts.items():
-            lacking = [i for i in range(first, best) if i >= len(nodes) or nodes[i].units[group] == ABSENT]
-            match.loads[group] = {i: host.unit_of(BlockId(keys[i], group)) for i in lacking}
-        return match
+        return Match(best * size, max(reach * size, found.reach) if self._full else best * size, nodes[:best])
 
-    def _goes_on(self, keys: Sequence[bytes], found: Match, host: HostTier) -> bool:
-        """Whether the host has the page that follows a match of a model with full attention alone."""
-        index = found.length // self._page_tokens
-        return index < len(keys) and host.has(BlockId(keys[index], self._full[0]))
+    def lacking(self, match: Match) -> list[tuple[int, int]]:
+        """Return the group and page index of all that the device lacks of a match."""
+        num_pages, nodes = match.length // self._page_tokens, match.nodes
+        firsts = dict.fromkeys(self._full, 0) | dict.fromkeys(self._state, num_pages - 1)
+        firsts |= {group: max(0, num_pages - count) for group, count in self._window_pages.items()}
+        return [
+            (group, index)
+            for group, first in firsts.items()
+            for index in range(first, num_pages)
+            if index >= len(nodes) or nodes[index].units[group] == ABSENT
+        ]
 
     def _offers(self, node: Node, num_pages: int, runs: dict[int, int]) -> bool:
         """Whether windows and states can continue after this page."""

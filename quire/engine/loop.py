@@ -6,8 +6,10 @@ directly, `EngineThread` from its own thread, and the engine process from its ma
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +84,31 @@ class Engine:
     def num_suspects(self) -> int:
         """Number of groups that run alone because a step with them failed or killed an engine."""
         return len(self._bisection)
+
+    @property
+    def awaits_transfers(self) -> bool:
+        """Whether no turn can do anything before a transfer between cache tiers has ended."""
+        return not self._inflight and self.scheduler.awaits_transfers
+
+    def on_transfer(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from any thread, whenever a transfer between cache tiers has ended."""
+        for store in self.scheduler.cache.stores:
+            store.on_done = wake
+
+    def wait_for_transfer(self, seconds: float) -> None:
+        """Wait until a transfer between cache tiers has ended, at most so many seconds."""
+        ended = threading.Event()
+        self.on_transfer(ended.set)
+        if self.awaits_transfers and not any(store.has_ended for store in self.scheduler.cache.stores):
+            ended.wait(seconds)
+
+    def save(self) -> None:
+        """Hand what the cache holds to its stores, and wait until it is written. Only while no request is open."""
+        while self.scheduler.cache.has_stores:
+            self.turn()
+        for store in self.scheduler.cache.stores:
+            store.finish()
+        self.scheduler.cache.poll()
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -253,6 +280,11 @@ class Engine:
         return self.has_warm_ups
 
     def close(self) -> None:
+        with suppress(Exception):  # what can't be written is computed again
+            if self.scheduler.cache.stores and not self.scheduler.requests and not self._inflight:
+                self.save()
+        for store in self.scheduler.cache.stores:
+            store.close()
         self.workers.close()
         self.tracer.close()
 

@@ -27,6 +27,7 @@ class RequestTable:
         self.running: list[Request] = []  # RUNNING and DRAINING, in order
         self.rows = RowPool(num_rows)
         self.last_step = 0  # number of the last planned step; rows and units released now are free after its commit
+        self.loading: dict[str, Request] = {}  # wait for blocks from a store
         self._held = HeldRequests()
         self._cache = cache
         self._order = order
@@ -46,6 +47,19 @@ class RequestTable:
         for request in self._held.take(keys):
             request.status = Status.WAITING
             self.waiting.push(request)
+
+    def wait_for_load(self, request: Request) -> None:
+        """Take a request off the queue until blocks of its prefix are in host memory."""
+        self.waiting.remove(request)
+        request.status = Status.LOADING
+        self.loading[request.id] = request
+
+    def loaded(self, requests: Sequence[Request]) -> None:
+        """Return requests to the queue whose blocks have come, or will not."""
+        for request in requests:
+            if self.loading.pop(request.id, None) is not None:
+                request.status = Status.WAITING
+                self.waiting.push(request)
 
     def start(self, request: Request, plan: Plan) -> None:
         """Move a request from the queue into a row, and add its `RowInit` and page tables to the plan."""
@@ -89,6 +103,7 @@ class RequestTable:
         """End a request in any status and release what it holds. Returns its final delta."""
         if request.status in (Status.WAITING, Status.SWAPPED):
             self.waiting.remove(request)
+        self.loading.pop(request.id, None)
         self.release(request)
         return self.mark_ended(request, reason)
 
@@ -118,9 +133,13 @@ class RequestTable:
         self._cache.check()
         self.waiting.check()
         held = list(self._held)
-        places = {r.id for r in self.waiting} | {r.id for r in self.running} | {r.id for r in held}
+        places = {r.id for r in self.waiting} | {r.id for r in self.running} | {r.id for r in held} | set(self.loading)
         assert places == set(self.requests), f"requests in no place or in two: {places ^ set(self.requests)}"
-        assert len(self.waiting) + len(self.running) + len(held) == len(self.requests)
+        counts = len(self.waiting), len(self.running), len(held), len(self.loading)
+        assert sum(counts) == len(self.requests)
+        assert all(r.status is Status.LOADING and r.row < 0 for r in self.loading.values())
+        if self._cache.tiers is not None:
+            self._cache.tiers.check(self.loading.values())
         self.rows.check([r.row for r in self.running])
         for request in self.running:
             assert 0 <= request.computed <= request.planned <= request.expected_len <= request.max_len

@@ -103,7 +103,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests or self._ended)
+        return bool(self.requests or self._ended or self.cache.has_stores)
+
+    @property
+    def awaits_transfers(self) -> bool:
+        """Whether nothing can be planned before a transfer between tiers has ended."""
+        num_loading = len(self.table.loading)
+        return 0 < num_loading == len(self.requests) and not self._ended and not self.cache.has_stores
 
     def _end(self, request: Request, reason: FinishReason) -> Delta:
         self._count_end(request)
@@ -125,6 +131,7 @@ class Scheduler:
         """Plan the next step. Returns None if nothing can be planned before a step in flight commits."""
         for request_id in self._deadlines.expired(self.clock()):
             self.cancel(request_id, FinishReason.DEADLINE)
+        self.table.loaded(self.cache.poll())
         plan = Plan(self.table.last_step + 1)
         self.cache.clear_scrubbed(plan)
         preempting = self._release_drained(plan)
@@ -268,7 +275,7 @@ class Scheduler:
                 if self._preempt_for(request, plan):
                     continue
                 return
-            if request.status is Status.WAITING and self._wait_for_prefix(request):
+            if request.status is Status.WAITING and (self._wait_for_prefix(request) or self._wait_for_load(request)):
                 continue
             margin = len(self.running)  # each running request needs a page soon
             take = self.cache.swap_in if request.status is Status.SWAPPED else self.cache.admit
@@ -314,6 +321,13 @@ class Scheduler:
         if key is None:
             return False
         self.table.hold(request, key)
+        return True
+
+    def _wait_for_load(self, request: Request) -> bool:
+        """Let a request wait while its cached prefix is loaded from a store. False if it need not."""
+        if self._only is not None or not self.cache.stage(request, self.costs.prompt_seconds):
+            return False
+        self.table.wait_for_load(request)
         return True
 
     # -- preemption -----------------------------------------------------------------------------------------------

@@ -119,6 +119,17 @@ class StepCosts:
             costs = CostModel(base, base / rows)
         return costs.tokens_within(seconds, context)
 
+    def prompt_seconds(self, num_tokens: int, context: int) -> float | None:
+        """Return how long it takes to compute so many tokens of a prompt with `context` computed ones; None before any
+        step with prompt tokens was timed."""
+        if self._prompts is None or not self.largest_prompt:
+            return None
+        seconds, size = 0.0, self.largest_prompt
+        for first in range(0, num_tokens, size):
+            count = min(size, num_tokens - first)
+            seconds += self._prompts.seconds(count, count * (context + first) + count * count // 2)
+        return seconds
+
     def _observe_prompts(self, size: StepSize, seconds: float) -> None:
         if self._prompts is None:  # too dear at first: a prompt token costs at most as much as a decode
             if self._last_decodes is None:

@@ -72,7 +72,7 @@ class Runner:
     ):
         self._model = model
         self._max_batch_tokens = max_batch_tokens
-        self._store = store
+        self.store = store
         self._rows = rows
         self._sampling = sampling
         self._sampler = sampler
@@ -101,7 +101,7 @@ class Runner:
         ):
             rows = [row.row for row in plan.rows]
             decoded = self._graphs.run(rows, choose=not plan.may_mask and self._sampling.is_plain(rows))
-            self._store.apply(plan.snapshots)
+            self.store.apply(plan.snapshots)
             return Forward(plan, decoded.rows, decoded.logits, {}, chosen=decoded.chosen, hidden=decoded.hidden)
         samples_only = not (self._pooling or self._prompt_top or keeps_hidden)
         if self._mixed is not None and samples_only and not plan.drafts:
@@ -109,7 +109,7 @@ class Runner:
             plain = not plan.may_mask and self._sampling.is_plain(sampled)
             computed = self._mixed.run(plan, choose=plain)
             if computed is not None:
-                self._store.apply(plan.snapshots)
+                self.store.apply(plan.snapshots)
                 if not sampled:
                     return Forward(plan, None, None, {})
                 logits = self._model.logits(computed.hidden) if computed.chosen is None else None
@@ -117,8 +117,8 @@ class Runner:
         samples = StepSamples.of(plan)
         gathered = self._rows.gather(plan, samples.bounds if samples_only else None)
         step = gathered.step
-        hidden = self._model.forward(step, self._store.tensors)  # [tokens, width], or [samples, width]
-        self._store.apply(plan.snapshots)
+        hidden = self._model.forward(step, self.store.tensors)  # [tokens, width], or [samples, width]
+        self.store.apply(plan.snapshots)
         scores, pooled = self._prompt_logprobs(plan, hidden), self._pool(plan, hidden)
         kept = hidden if keeps_hidden else None
         if not len(step.logits_index):
@@ -175,7 +175,7 @@ class Runner:
         count = len(counts)
         plan = Plan(0, [PlanRow("", padding, 0, tokens, 0, True) for tokens in counts])
         gathered = self._rows.gather(plan, counts)
-        logits = self._model.logits(self._model.forward(gathered.step, self._store.tensors))
+        logits = self._model.logits(self._model.forward(gathered.step, self.store.tensors))
         batch = self._sampling.gather([padding] * count)
         zeros = torch.zeros_like(gathered.sample_rows)
         self._sampler.sample(logits, batch, Histories(self._rows.tokens, gathered.sample_rows, zeros, [1] * count))
@@ -195,7 +195,7 @@ class Runner:
                 self._prompt_top[init.row] = (init.prompt_len, init.params.prompt_logprobs)
             if init.params.pooling is not None:
                 self._pooling[init.row] = Pooling(init.params.pooling, init.prompt_len)
-        self._store.apply(plan.copies)
+        self.store.apply(plan.copies)
         draws = self._sampling.draws([init.row for init in plan.added]) if plan.added else {}
         self._rows.apply(plan, draws)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,6 +128,24 @@ class CacheStore:
                 if self._checksums.get((group, copy.source)) != checksum:
                     raise CorruptUnits(f"host unit {copy.source} of group {group} does not match its checksum")
         return moved
+
+    def host_bytes(self, group: int) -> np.ndarray:
+        """Returns a group's host memory as bytes, with the shape of its units; the last dimension is in bytes."""
+        self._host_of(group)
+        array: np.ndarray = self._host[group].view(torch.uint8).numpy()
+        return array
+
+    def note_checksum(self, group: int, unit: int) -> None:
+        """Takes the checksum of a host unit that was written by other means than a copy of a plan."""
+        if self._checksums is not None:
+            dim = _unit_dim(self.specs[group])
+            (checksum,) = _checksums_of(self._host_of(group).select(dim, unit).unsqueeze(dim), dim)
+            self._checksums[group, unit] = checksum
+
+    def has_arrived(self, group: int, unit: int) -> bool:
+        """Whether no copy to this host unit is under way."""
+        self._store_arrived()
+        return not any(out.group == group and unit in out.targets for out in self._pending)
 
     def _host_of(self, group: int) -> Tensor:
         """Returns a group's swap space. It is not pinned: that takes seconds for gigabytes, and copies use pinned

@@ -61,6 +61,7 @@ from quire.startup.cache_plan import allocate_cache, find_files, plan_model_memo
 from quire.startup.defaults import describe_gpu, pick_device, resolve_limits, resolve_page_tokens
 from quire.startup.draft_network import LoadedDraft, load_draft
 from quire.startup.rank_engine import start_ranks
+from quire.startup.tiers import attach_stores, weights_version
 from quire.startup.trial_notes import TrialNote, find_note
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -203,6 +204,7 @@ def _load_with(
         findings=findings,
         on_failure=forbid_note,
         draft=draft,
+        version=weights_version(config, files),
     )
     engine.run_warm_up()  # for one request, so that the first one meets neither a compiler nor a broken kernel
     if loaded.model.ops.native is not None:
@@ -235,18 +237,27 @@ def build_model_engine(
     on_failure: Callable[[], None] | None = None,
     drafter: Drafter | None = None,
     draft: LoadedDraft | None = None,
+    version: bytes = b"",
 ) -> tuple[Engine, MemoryPlan]:
     """Returns the engine of a loaded model. `on_failure`: called when a step fails, see `GuardedWorkers`. `drafter`:
-    None for that of the config. `draft`: the draft network, if there is one."""
+    None for that of the config. `draft`: the draft network, if there is one. `version`: of the weights, by which stores
+    keep the cache."""
     runner, memory = build_runner(model, config, max_model_len, device, weights=weights, findings=findings, draft=draft)
     workers = GuardedWorkers(runner, device, on_failure=on_failure)
     if drafter is None:
         drafter = make_drafter(config.engine.speculate, draft.name if draft is not None else None)
-    return engine_of(workers, memory, config, device, drafter), memory
+    engine = engine_of(workers, memory, config, device, drafter, version)
+    attach_stores(engine.scheduler.cache, runner.store, config)
+    return engine, memory
 
 
 def engine_of(
-    workers: Workers, memory: MemoryPlan, config: Config, device: torch.device, drafter: Drafter | None = None
+    workers: Workers,
+    memory: MemoryPlan,
+    config: Config,
+    device: torch.device,
+    drafter: Drafter | None = None,
+    version: bytes = b"",
 ) -> Engine:
     """Returns an engine whose steps these workers run, and whose cache has the planned size."""
     host = list(memory.num_host_units) if memory.num_host_units else None
@@ -256,6 +267,7 @@ def engine_of(
         host,
         prefix_cache=config.cache.prefix_cache,
         host_cache=config.cache.host_cache,
+        weights=version,
     )
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     limits = resolve_limits(config, device)

@@ -30,6 +30,7 @@ class Status(str, Enum):
 
     WAITING = "waiting"  # queued; holds no row and no units
     HELD = "held"  # waits for another request that computes the same prefix
+    LOADING = "loading"  # waits for cached blocks that come from a store; holds no row
     RUNNING = "running"  # holds a row and a lease
     DRAINING = "draining"  # preempted; its steps in flight must commit first
     SWAPPED = "swapped"  # swapped out to host memory

@@ -260,7 +260,7 @@ def test_other_errors_are_not_taken_for_want_of_memory(monkeypatch: pytest.Monke
 
 def test_bytes_for_the_cache_are_kept_to(tiny: Any) -> None:
     engine = make_engine(tiny, num_pages=None, cache_memory=1 << 20)
-    store = engine.workers._inner._store
+    store = engine.workers._inner.store
     taken = sum(tensor.numel() * tensor.element_size() for tensor in store.tensors.values())
     assert 0.95 * (1 << 20) < taken <= 1 << 20
 

@@ -103,7 +103,7 @@ def caches(engine: Any) -> list[Tensor]:
     workers = engine.workers
     while hasattr(workers, "_inner"):
         workers = workers._inner
-    return list(workers._store.tensors.values())
+    return list(workers.store.tensors.values())
 
 
 @pytest.mark.parametrize("checksums", [True, False])
@@ -117,7 +117,7 @@ def test_a_page_that_changed_on_the_host_is_computed_again(tiny: Any, checksums:
         workers: Any = engine.workers
         while hasattr(workers, "_inner"):
             workers = workers._inner
-        store = workers._store
+        store = workers.store
         for index, prompt in enumerate(prompts):
             request = make_request(f"r{index}", prompt, GREEDY)
             request.arrival = float(index)

@@ -66,7 +66,7 @@ def quire_logprobs(split: int, **how: Any) -> Tensor:
     engine = make_engine(model, device=DEVICE, max_len=length + 8, page_tokens=PAGE, max_rows=num_rows,
                          num_pages=num_rows * pages + 2, max_batch_tokens=num_rows * length)  # fmt: skip
     runner = engine.workers._inner
-    rows, caches = runner._rows, runner._store.tensors
+    rows, caches = runner._rows, runner.store.tensors
     params = SamplingParams(temperature=0.0).resolve()
     added = [RowInit(f"r{r}", r, row.tolist(), length, 0, params, (), 0, 0) for r, row in enumerate(tokens)]
     writes = [PageWrite(0, r, 0, list(range(1 + r * pages, 1 + (r + 1) * pages))) for r in range(num_rows)]

@@ -48,6 +48,7 @@ class HostTier:
         self._storing: StepQueue[list[BlockId]] = StepQueue()
         self._loading: StepQueue[list[tuple[BlockId, HostBlock, int]]] = StepQueue()
         self._unplanned_loads: list[tuple[BlockId, HostBlock, int]] = []
+        self._expected: dict[BlockId, int] = {}  # being loaded from below, and the unit of each
         self._dropped: list[tuple[int, HostBlock]] = []  # pinned blocks that are no longer found
         self._outs: list[Copy] = []  # the next plan begins with them
         self._done: list[BlockTransfer] = []
@@ -150,6 +151,28 @@ class HostTier:
         else:
             self.pools[block.group].drop([held.unit])
 
+    # -- blocks that come from the tiers below ---------------------------------------------------------------------
+
+    @property
+    def expected(self) -> set[BlockId]:
+        """The blocks that have a unit and are still being loaded."""
+        return set(self._expected)
+
+    def expect(self, block: BlockId) -> int:
+        """Return a unit for a block that a tier below loads; ABSENT if there is no room."""
+        unit = self.take(block.group)
+        if unit != ABSENT:
+            self._expected[block] = unit
+        return unit
+
+    def arrive(self, block: BlockId, *, ok: bool) -> None:
+        """Make an expected block visible, or free its unit if the load failed."""
+        unit = self._expected.pop(block)
+        if ok and block.key not in self._blocks[block.group] and block not in self._arriving:
+            self._blocks[block.group][block.key] = HostBlock(unit)
+        else:
+            self.pools[block.group].drop([unit])
+
     # -- plans ----------------------------------------------------------------------------------------------------
 
     def take_loads(self, plan: Plan) -> None:
@@ -219,6 +242,7 @@ class HostTier:
             yield block, held.unit
         for group, held in self._dropped:
             yield BlockId(b"", group), held.unit
+        yield from self._expected.items()
 
     def check(self, settled: int) -> None:
         """Assert that the counts of pins match, and that no transfer waits for a step that has committed."""

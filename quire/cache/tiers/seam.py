@@ -2,20 +2,23 @@
 
 A block is what one group has at one key of the prefix chain: a page's keys and values, or a snapshot of recurrent
 state. It moves between a tier and a unit of the level above: between host memory and the device by copies of a plan,
-between a disk and host memory by threads. `CacheIndex` starts all moves; nothing here imports torch.
+between a store and host memory by threads. `CacheIndex` starts all moves; nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 
-class BlockId(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class BlockId:
     """What one group has after one exact prefix."""
 
     key: bytes  # of the prefix chain, at the block's last token
     group: int  # index into the model's cache specs
+    # The keys of the links that a page covers, for tiers that keep 16 tokens at a time; the last one is `key`.
+    links: tuple[bytes, ...] = field(default=(), compare=False)
 
 
 class BlockTransfer(NamedTuple):
@@ -64,3 +67,10 @@ class TierStats:
     failures: int = 0  # loads and stores that failed
     corrupt: int = 0  # of these, loads of damaged or foreign blocks
     queued: int = 0  # transfers under way, now
+
+
+class TierFault(NamedTuple):
+    """Why a tier can't be used as it should, for operators; told once for each kind."""
+
+    kind: str
+    what: str

@@ -17,6 +17,7 @@ from quire.engine.host.wire import MAX_TEXT, IntegrityCheck, IntegrityReport
 from quire.engine.loop import Engine, StepFault
 from quire.types import Delta, FinishReason, QuireError, Request, Usage, is_out_of_memory
 
+TRANSFER_SECONDS = 0.25  # maximum wait for a transfer between cache tiers, after which deadlines are looked at
 GRAMMAR_WAIT_SECONDS = 0.02  # maximum wait for a grammar, during which messages are not received
 
 
@@ -31,7 +32,11 @@ class Stop:
     """A request to stop after the current turn; open requests end as cancelled."""
 
 
-Message = Request | Cancel | Stop | IntegrityCheck
+class Wake:
+    """A transfer between cache tiers has ended."""
+
+
+Message = Request | Cancel | Stop | Wake | IntegrityCheck
 Report = StepFault | IntegrityReport
 
 
@@ -40,6 +45,14 @@ class Mailbox(Protocol):
 
     def receive(self, block: bool) -> Sequence[Message]:
         """Return the messages that have arrived. Waits for one only with `block`, and may return none even then."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a message or a call of `wake`, at most so many seconds."""
+        ...
+
+    def wake(self) -> None:
+        """End a `wait`, now or the next one. Any thread may call it."""
         ...
 
     def send(self, deltas: list[Delta]) -> None: ...
@@ -63,6 +76,7 @@ class EngineDriver:
         self._grammars = grammars
         self._open: set[str] = set()
         self.failure: QuireError | None = None  # the reason for the end of `run`, once it has ended
+        engine.on_transfer(mailbox.wake)
 
     def run(self) -> None:
         """Run until a Stop arrives or the engine breaks; `failure` then holds the reason."""
@@ -94,12 +108,16 @@ class EngineDriver:
 
     def _accept(self) -> bool:
         """Handle the messages that have arrived, waiting only if there is no work left. False: stop."""
+        if self._engine.awaits_transfers and not self._num_compiling:
+            self._mailbox.wait(TRANSFER_SECONDS)
         has_something = self._engine.has_work or self._num_compiling or self._engine.has_warm_ups
         for message in self._mailbox.receive(block=not has_something):
             if isinstance(message, Stop):
                 return False
             if isinstance(message, Cancel):
                 self._cancel(message.request_id)
+            elif isinstance(message, Wake):
+                continue
             elif isinstance(message, IntegrityCheck):
                 self._mailbox.report(check_engine(self._engine, message.number))
             else:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -63,7 +64,7 @@ def run_engine_process(address: str, build: Build, wrap_socket: Callable[[Any], 
     raw.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
     raw.setsockopt(zmq.LINGER, 2000)
     raw.connect(address)
-    socket = Channel(wrap_socket(raw))
+    socket = Channel(wrap_socket(raw), raw)
     try:
         config, engine_number = _receive_config(socket)
         tracer = FileTracer(config.engine.trace, engine_number) if config.engine.trace else None
@@ -114,8 +115,16 @@ def ready_message(
 class Channel:
     """Messages over a socket, as numbered frames with checksums in both directions."""
 
-    def __init__(self, socket: Socket):
+    def __init__(self, socket: Socket, raw: zmq.Socket[bytes] | None = None):
+        """`raw`: the socket itself, where `socket` wraps one."""
         self._socket = socket
+        self._poller = zmq.Poller()
+        self._wake_read, self._wake_write = os.pipe()
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        if raw is not None:
+            self._poller.register(raw, zmq.POLLIN)
         self._writer, self._reader = FrameWriter(wire.MARK), FrameReader(wire.MARK)
 
     def send(self, message: wire.FromEngine) -> None:
@@ -123,6 +132,16 @@ class Channel:
 
     def wait(self, seconds: float) -> bool:
         return bool(self._socket.poll(int(seconds * 1000)))
+
+    def wait_or_wake(self, seconds: float) -> None:
+        """Wait for a message or a call of `wake`, at most so many seconds."""
+        self._poller.poll(int(seconds * 1000))
+        with suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    def wake(self) -> None:
+        with suppress(BlockingIOError):  # the pipe is full, so the wait ends anyway
+            os.write(self._wake_write, b"w")
 
     def receive(self) -> wire.ToEngine | None:
         """Return the next message, or None. Raises if a frame is damaged or missing, which ends the process."""
@@ -167,6 +186,12 @@ class SocketMailbox:
             now = self._clock()
             self._busy_since, self._check_at = now, now + CHECK_AFTER_SECONDS
         return messages
+
+    def wait(self, seconds: float) -> None:
+        self._socket.wait_or_wake(seconds)
+
+    def wake(self) -> None:
+        self._socket.wake()
 
     def _check_when_idle(self, idle: bool) -> None:
         """Check the engine once after each period of work. An inconsistency ends the process before it does harm."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from quire.engine.grammar.compile_queue import GrammarQueue
-from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, failure_deltas
+from quire.engine.host.driver import Cancel, EngineDriver, Message, Report, Stop, Wake, failure_deltas
 from quire.engine.loop import Engine
 from quire.types import Delta, QuireError, Request
 
@@ -46,11 +47,22 @@ class _QueueMailbox:
         self._inbox = inbox
         self.send = outbox
 
+        self._early: list[Message] = []  # received by `wait`
+
     def receive(self, block: bool) -> list[Message]:
-        messages = [self._inbox.get()] if block else []
+        messages, self._early = self._early, []
+        if block and not messages:
+            messages.append(self._inbox.get())
         while not self._inbox.empty():
             messages.append(self._inbox.get())
-        return messages
+        return [message for message in messages if not isinstance(message, Wake)]
+
+    def wait(self, seconds: float) -> None:
+        with suppress(queue.Empty):
+            self._early.append(self._inbox.get(timeout=seconds))
+
+    def wake(self) -> None:
+        self._inbox.put(Wake())
 
     def report(self, report: Report) -> None:
         """Does nothing: the trace records faults, and a thread has no operator."""

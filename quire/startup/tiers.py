@@ -1,0 +1,68 @@
+"""Puts stores below an engine's host memory, as the config says: a local folder, a shared one, or both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.cache.chain import LINK_TOKENS
+from quire.cache.index import CacheIndex
+from quire.cache.tiers.blocks import layouts_of
+from quire.cache.tiers.folder import BlockStore, FolderStore
+from quire.cache.tiers.stored import StoredTier
+from quire.config import Config
+from quire.files.source import ModelFiles
+from quire.files.weights_digest import weights_digest
+from quire.runtime.host_units import StoreHostUnits
+from quire.runtime.store import CacheStore
+from quire.types import QuireError
+
+NOTE = "digests.json"
+
+
+def has_stores(config: Config) -> bool:
+    return config.cache.cache_dir is not None or config.cache.shared_cache is not None
+
+
+def weights_version(config: Config, files: ModelFiles) -> bytes:
+    """Returns by what the prefixes of this model are named; empty without stores, where it names no file."""
+    if not has_stores(config):
+        return b""
+    model, engine = config.model, config.engine
+    settings = [model.dtype, model.quant, model.max_model_len, config.cache.kv_dtype, engine.speculate]
+    note = None
+    if config.cache.cache_dir is not None:
+        folder = Path(config.cache.cache_dir).expanduser()
+        FolderStore(folder)  # refuses a folder of something else before anything is written to it
+        note = folder / NOTE
+    return weights_digest(files, repr(settings), note)
+
+
+def attach_stores(cache: CacheIndex, store: CacheStore, config: Config) -> None:
+    """Attaches the config's stores to a cache. Raises where it has no host memory or an unsuitable page size."""
+    if not has_stores(config):
+        return
+    if not cache.host.keeps_blocks:
+        what = "A cache folder needs the prefix cache, the host cache and host memory."
+        raise QuireError("invalid_parameter", what, "Leave them on, and raise host_memory.", param="cache_dir")
+    if cache.page_tokens % LINK_TOKENS:
+        what = f"A cache folder keeps {LINK_TOKENS} tokens at a time, and pages have {cache.page_tokens}."
+        raise QuireError("invalid_parameter", what, f"Choose a multiple of {LINK_TOKENS}.", param="page_tokens")
+    memory = StoreHostUnits(store, LINK_TOKENS)
+    layouts = layouts_of(cache.specs, cache.weights)
+    tiers = []
+    if config.cache.cache_dir is not None:
+        folder = FolderStore(Path(config.cache.cache_dir).expanduser())
+        quota = config.cache.cache_dir_size
+        tiers.append(StoredTier("disk", folder, layouts, cache.page_tokens, memory, quota=quota))
+    if config.cache.shared_cache is not None:
+        shared = open_shared(config.cache.shared_cache)
+        tiers.append(StoredTier("shared", shared, layouts, cache.page_tokens, memory))
+    cache.attach(tiers, memory)
+
+
+def open_shared(place: str) -> BlockStore:
+    """Returns the store at a folder's path or at the URL of an object store."""
+    if "://" in place and not place.startswith("file://"):
+        what = f"The shared cache {place!r} is no folder."
+        raise QuireError("invalid_parameter", what, "Give the path of a folder.", param="shared_cache")
+    return FolderStore(Path(place.removeprefix("file://")).expanduser(), is_shared=True)

@@ -22,6 +22,7 @@ from quire.types import Delta, GrammarSpec, Plan, QuireError, Request, is_out_of
 
 Deliver = Callable[[list[Delta]], object]
 FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
+SAVE_SECONDS = 60.0  # for each store to write what is queued
 MAX_SUSPECTS = 64  # maximum number of suspects that a `StepFault` names
 
 
@@ -106,9 +107,11 @@ class Engine:
         """Hand what the cache holds to its stores, and wait until it is written. Only while no request is open."""
         while self.scheduler.cache.has_stores:
             self.turn()
-        for store in self.scheduler.cache.stores:
-            store.finish()
         self.scheduler.cache.poll()
+        while not all(store.is_idle for store in self.scheduler.cache.stores):
+            if not all([store.finish(SAVE_SECONDS) for store in self.scheduler.cache.stores]):
+                return  # a disk that does not answer
+            self.scheduler.cache.poll()
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)

@@ -130,6 +130,10 @@ class Mailbox:
         taken, self.messages = self.messages, []
         return taken
 
+    def wait(self, seconds: float) -> None: ...
+
+    def wake(self) -> None: ...
+
     def send(self, deltas: list[Delta]) -> None:
         self.deltas += deltas
 

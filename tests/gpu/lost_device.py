@@ -27,6 +27,10 @@ class Mailbox:
         taken, self.messages = self.messages, []
         return taken
 
+    def wait(self, seconds: float) -> None: ...
+
+    def wake(self) -> None: ...
+
     def send(self, deltas: list[Any]) -> None:
         pass
 

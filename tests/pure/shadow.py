@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.cache.index import CacheIndex
 from quire.engine.limits import SchedulerLimits
@@ -273,9 +273,10 @@ class Rig:
     poison: set[int] = field(default_factory=set)
     order: str = "priority"
     drafter: Drafter | None = None
+    page_tokens: int = 4
 
     def __post_init__(self) -> None:
-        specs = MIXES[self.mix]
+        specs = [replace(spec, page_tokens=self.page_tokens) for spec in MIXES[self.mix]]
         paged = [self.num_pages if s.window is None else self.num_window or self.num_pages for s in specs]
         units = [pages if s.kind == "paged" else self.num_slots for s, pages in zip(specs, paged, strict=True)]
         host = [self.num_host] * len(specs) if self.num_host else None

@@ -36,6 +36,10 @@ class Script:
     def receive(self, block: bool) -> list[Message]:
         return self.batches.pop(0) if self.batches else [Stop()] if block else []
 
+    def wait(self, seconds: float) -> None: ...
+
+    def wake(self) -> None: ...
+
     def send(self, deltas: list[Delta]) -> None:
         self.sent += deltas
 

@@ -36,7 +36,7 @@ class CorruptBlock(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlockPart:
     """A range of layers and of heads, the first dimension of a spec's shape; both ends exclusive."""
 
     layers: tuple[int, int]
@@ -73,7 +73,7 @@ class BlockLayout:
         facts = (spec.kind, spec.group, spec.layers, spec.shape, spec.dtype, spec.planes, self._tokens)
         self._tag = blake2b(weights + msgspec.msgpack.encode(facts), digest_size=8).hexdigest()
 
-    def num_bytes(self, part: Part) -> int:
+    def num_bytes(self, part: BlockPart) -> int:
         """Return the bytes of a part's body."""
         return (part.layers[1] - part.layers[0]) * (part.heads[1] - part.heads[0]) * self._bytes_per_head
 
@@ -85,12 +85,12 @@ class BlockLayout:
         """Return the file names of a block's parts."""
         return [f"{key.hex()}-{self._tag}-{index:03d}" for index in range(len(self.parts))]
 
-    def encode(self, key: bytes, part: Part, body: bytes) -> bytes:
+    def encode(self, key: bytes, part: BlockPart, body: bytes) -> bytes:
         head = self._head(key, part)
         assert len(body) == self.num_bytes(part), "a part has another size than its layout says"
         return b"".join((head, body, _LENGTH.pack(crc32(body, crc32(head)))))
 
-    def decode(self, key: bytes, part: Part, data: bytes) -> memoryview:
+    def decode(self, key: bytes, part: BlockPart, data: bytes) -> memoryview:
         """Return the body of a part. Raises `CorruptBlock` if `data` is anything else."""
         head = self._head(key, part)
         if len(data) != self.file_bytes(part):
@@ -102,11 +102,11 @@ class BlockLayout:
             raise CorruptBlock("its checksum is wrong")
         return view[len(head) : -4]
 
-    def file_bytes(self, part: Part) -> int:
+    def file_bytes(self, part: BlockPart) -> int:
         """Return the size of a part's file."""
         return len(self._head(b"\0" * 20, part)) + self.num_bytes(part) + 4
 
-    def _head(self, key: bytes, part: Part) -> bytes:
+    def _head(self, key: bytes, part: BlockPart) -> bytes:
         spec = self.spec
         header = msgspec.msgpack.encode(
             _Header(
@@ -127,16 +127,16 @@ class BlockLayout:
         return MAGIC + _LENGTH.pack(len(header)) + header
 
 
-def _cut(num_layers: int, num_heads: int, bytes_per_head: int) -> list[Part]:
+def _cut(num_layers: int, num_heads: int, bytes_per_head: int) -> list[BlockPart]:
     """Return the parts of a block: as many layers each as fit, or ranges of one layer's heads."""
     per_layer = num_heads * bytes_per_head
     if per_layer <= MAX_PART:
         count = max(1, MAX_PART // per_layer)
         starts = range(0, num_layers, count)
-        return [Part((first, min(num_layers, first + count)), (0, num_heads)) for first in starts]
+        return [BlockPart((first, min(num_layers, first + count)), (0, num_heads)) for first in starts]
     count = max(1, MAX_PART // bytes_per_head)
     spans = [(first, min(num_heads, first + count)) for first in range(0, num_heads, count)]
-    return [Part((layer, layer + 1), span) for layer in range(num_layers) for span in spans]
+    return [BlockPart((layer, layer + 1), span) for layer in range(num_layers) for span in spans]
 
 
 def describe(data: bytes) -> dict[str, object]:

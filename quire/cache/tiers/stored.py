@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.cache.chain import LINK_TOKENS
-from quire.cache.tiers.blocks import BlockLayout, CorruptBlock, Part
+from quire.cache.tiers.blocks import BlockLayout, BlockPart, CorruptBlock
 from quire.cache.tiers.folder import BlockStore
 from quire.cache.tiers.seam import BlockId, BlockTransfer, TierFault, TierStats
 
@@ -32,11 +32,11 @@ LOW_WATERMARK = 0.95  # of the quota, down to which files are deleted once it is
 class HostUnits(Protocol):
     """The bytes of units in host memory. Several threads call it, each for units of its own."""
 
-    def read(self, group: int, unit: int, first_token: int, part: Part) -> bytes:
+    def read(self, group: int, unit: int, first_token: int, part: BlockPart) -> bytes:
         """Return the bytes of a part: [layers, planes, tokens, heads, ...], or [layers, heads, ...] of a state."""
         ...
 
-    def write(self, group: int, unit: int, first_token: int, part: Part, body: memoryview) -> None: ...
+    def write(self, group: int, unit: int, first_token: int, part: BlockPart, body: memoryview) -> None: ...
 
     def seal(self, group: int, unit: int) -> None:
         """Take note that a unit was written as a whole."""
@@ -165,10 +165,10 @@ class StoredTier:
         """Whether `poll` would return a transfer."""
         return bool(self._done)
 
-    def finish(self, seconds: float = 60.0) -> None:
-        """Wait until no transfer is queued or under way, at most so many seconds."""
+    def finish(self, seconds: float = 60.0) -> bool:
+        """Wait until no transfer is queued or under way, at most so many seconds; return whether there is none."""
         with self._lock:
-            self._lock.wait_for(lambda: not (self._jobs or self._num_active), seconds)
+            return self._lock.wait_for(lambda: not (self._jobs or self._num_active), seconds)
 
     def seconds_for(self, num_bytes: int) -> float:
         """Return how long loads of so many bytes take, at the measured rate and behind those queued."""

@@ -109,7 +109,7 @@ class Engine:
             self.turn()
         self.scheduler.cache.poll()
         while not all(store.is_idle for store in self.scheduler.cache.stores):
-            if not all([store.finish(SAVE_SECONDS) for store in self.scheduler.cache.stores]):
+            if not all(store.finish(SAVE_SECONDS) for store in self.scheduler.cache.stores):
                 return  # a disk that does not answer
             self.scheduler.cache.poll()
 

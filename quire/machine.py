@@ -47,7 +47,7 @@ PACKAGES = (
     Package("pyzmq", "messages between processes", True, "pyzmq>=26"),
     Package("fastapi", "HTTP routes", True, "fastapi>=0.115"),
     Package("uvicorn", "HTTP server", True, "uvicorn>=0.34"),
-    Package("uvloop", "a fast event loop", True, "uvloop>=0.21"),
+    Package("uvloop", "a fast event loop", False, "uvloop>=0.21"),
     Package("httptools", "reading HTTP", True, "httptools>=0.6"),
     Package("prometheus-client", "metrics", True, "prometheus-client>=0.20"),
     Package("triton", "GPU kernels", False, "triton"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import resource
 import sys
 from pathlib import Path
 
@@ -33,6 +32,8 @@ def settle_memory() -> None:
 
 
 def peak_resident_bytes() -> int:
+    import resource  # not on every system
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 

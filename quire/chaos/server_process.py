@@ -10,11 +10,10 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
 
-import uvloop
-
 from quire import __version__
 from quire.config_build import add_config_flags, config_from_args
 from quire.files.source import ModelFiles, resolve_model
+from quire.server.event_loop import run_event_loop
 from quire.server.run import serve
 from quire.text.loading import load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -49,7 +48,7 @@ def main(orders: str, arguments: Sequence[str]) -> int:
         config = config_from_args(parser.parse_args(list(arguments)))
         model = config.model
         files = resolve_model(model.model, offline=model.offline, random_weights=model.random_weights)
-        return uvloop.run(serve(config, files, command, print_url, __version__, load_faulty_tokenizer))
+        return run_event_loop(serve(config, files, command, print_url, __version__, load_faulty_tokenizer))
     except QuireError as error:
         print(f"quire: error: {error.what} {error.hint}", file=sys.stderr)
         return 1

@@ -17,7 +17,7 @@ from quire.files.source import resolve_model
 from quire.types import QuireError
 
 ENGINE_COMMAND = (sys.executable, "-m", "quire.cli.serve_engine")
-PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "zmq", "prometheus_client")
+PACKAGES = ("fastapi", "uvicorn", "httptools", "msgspec", "zmq", "prometheus_client")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,6 +34,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: Namespace) -> int:
     """Serve until a signal stops the process; returns the exit code."""
     config = config_from_args(take_positional_model(args))
+    if sys.platform == "win32":
+        what = "quire serve can't run on Windows: it passes Unix sockets to its processes."
+        raise QuireError("unsupported_system", what, "Use WSL, or `quire run` and the Python API.")
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         what = f"The Python package {missing[0]} is not installed."
@@ -48,8 +51,7 @@ def run(args: Namespace) -> int:
         offline=model.offline,
         random_weights=model.random_weights,
     )
-    import uvloop  # imported late, so that --help and errors are fast
-
+    from quire.server.event_loop import run_event_loop  # imported late, so that --help and errors are fast
     from quire.server.run import serve
 
     with ExitStack() as loading:
@@ -59,4 +61,4 @@ def run(args: Namespace) -> int:
             loading.close()
             print(f"Quire serves {short_name(config)} at {url}", flush=True)
 
-        return uvloop.run(serve(config, files, ENGINE_COMMAND, ready, __version__))
+        return run_event_loop(serve(config, files, ENGINE_COMMAND, ready, __version__))

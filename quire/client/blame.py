@@ -11,10 +11,10 @@ import signal
 
 # Causes between the processes or in the accounting, for which no request in a step is the reason.
 UNRELATED_CAUSES = frozenset({"frames_lost", "frames_damaged", "bad_message", "check_failed"})
-# Signals that a process raises by its own fault. Any other signal has a sender, which is unknown.
-SELF_CAUSED_SIGNALS = frozenset(
-    {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
-)
+# Signals that a process raises by its own fault. Any other signal has a sender, which is unknown. By name, because not
+# every system has all of them.
+_SELF_CAUSED = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"}
+SELF_CAUSED_SIGNALS = frozenset(number for number in signal.Signals if number.name in _SELF_CAUSED)
 
 
 def implicates_requests(code: str, exit_code: int | None, is_stopped: bool) -> bool:

@@ -228,9 +228,14 @@ if sys.platform == "win32":
         return True
 
 else:
-    import fcntl
+    try:
+        import fcntl
+    except ImportError:  # a Python without it
+        fcntl = None  # type: ignore[assignment]
 
     def _lock(file: BinaryIO, wait: bool) -> bool:
+        if fcntl is None:
+            return True  # as below
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -6,7 +6,6 @@ reported. A lock keeps two processes from writing to one session.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -15,6 +14,11 @@ from pathlib import Path
 
 from quire.agent.session.records import VERSION, Record, SessionState
 from quire.types import QuireError
+
+try:
+    import fcntl
+except ImportError:  # a system without it: sessions are not locked
+    fcntl = None  # type: ignore[assignment]
 
 MAX_FILE = 1 << 30
 MAX_LINE = 64 << 20
@@ -87,6 +91,8 @@ class SessionLog:
             self._descriptor = -1
 
     def _lock(self) -> None:
+        if fcntl is None:
+            return
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

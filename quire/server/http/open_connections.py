@@ -6,7 +6,6 @@ bodies; bodies that a route has read are counted by `HeldBodies`.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from typing import Protocol
 
@@ -74,6 +73,10 @@ class OpenConnections:
 def allow_files(wanted: int) -> int:
     """Raise the process's limit of open files for `wanted` connections and return the number of connections it
     allows."""
+    try:
+        import resource
+    except ImportError:  # a system without such a limit
+        return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     needed = wanted + SPARE_FILES

@@ -28,8 +28,9 @@ MAX_WAITING = 256  # waiting tasks per worker
 MAX_WAITING_BYTES = 256 << 20
 START_SECONDS = 60.0
 WALL_FACTOR, WALL_SECONDS = 8.0, 30.0  # wall-clock limit per task; the processor may be shared
-# Signals that a task causes itself: processor time, memory, a crash of a library.
-OWN_FAULT = frozenset({signal.SIGPROF, signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE})
+# Signals that a task causes itself: processor time, memory, a crash of a library. Not every system has all of them.
+_SELF_CAUSED = {"SIGPROF", "SIGXCPU", "SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE"}
+OWN_FAULT = frozenset(number for number in signal.Signals if number.name in _SELF_CAUSED)
 
 Log = Callable[..., None]
 

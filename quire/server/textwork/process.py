@@ -8,7 +8,6 @@ limit. The process exits when its socket closes.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 import struct
@@ -42,9 +41,7 @@ def main(descriptor: int) -> int:
         return 0
     setup = msgspec.msgpack.decode(first, type=Setup)
     tasks = TextTasks.load(setup)
-    memory = _memory_bytes()[0] + setup.memory
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory(setup.memory)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Task)
     write_frame(link, b"")  # ready
@@ -58,6 +55,16 @@ def main(descriptor: int) -> int:
         if _memory_bytes()[1] > resident + KEPT_MEMORY:
             return 0
     return 0
+
+
+def _limit_memory(more: int) -> None:
+    """Lets the kernel refuse `more` bytes beyond what the process has, and keeps a crash from writing a core file."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    memory = _memory_bytes()[0] + more
+    if memory > more:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
 
 def _lower_priority() -> None:
@@ -79,9 +86,12 @@ def _run(tasks: TextTasks, decoder: msgspec.msgpack.Decoder[Any], payload: bytes
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """Address space and resident memory of this process."""
-    with open("/proc/self/statm") as file:
-        pages = file.read().split()
+    """Address space and resident memory of this process; zeros on a system without /proc, such as macOS."""
+    try:
+        with open("/proc/self/statm") as file:
+            pages = file.read().split()
+    except FileNotFoundError:
+        return 0, 0
     size = os.sysconf("SC_PAGE_SIZE")
     return int(pages[0]) * size, int(pages[1]) * size
 

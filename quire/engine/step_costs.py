@@ -22,6 +22,7 @@ SLOW = 4.0  # a step this many times slower than expected has waited for somethi
 MAX_SURPRISE = 2.5  # the first time of a size counts at most so many times what was expected
 PATIENCE = 3  # slow steps in a row after which they count
 PER_TOKEN = 0.12  # first guess: what one more token costs, relative to a step of one
+REFIT = 8  # new times after which sizes are compared again; at once for a size that is hardly known
 MAX_WEIGHT = 20  # steps that one size counts for at most when sizes are compared
 
 
@@ -149,16 +150,16 @@ class _Band:
     counts: dict[int, int] = field(default_factory=dict)  # steps timed
     sizes: list[int] = field(default_factory=list)  # ascending, as of the last fit
     fit: list[float] = field(default_factory=list)  # of `sizes`, never falling
-    is_stale: bool = False
+    num_new: int = 0  # times added since the last fit
 
     def add(self, num_tokens: int, seconds: float) -> None:
         count = self.counts[num_tokens] = self.counts.get(num_tokens, 0) + 1
         old = self.times.get(num_tokens, seconds)
         self.times[num_tokens] = old + max(MIN_WEIGHT, 2 / (count + 1)) * (seconds - old)
-        self.is_stale = True
+        self.num_new += REFIT if count <= SETTLED else 1
 
     def seconds(self, num_tokens: int) -> float:
-        if self.is_stale:
+        if self.num_new >= REFIT:
             self._fit()
         sizes, fit = self.sizes, self.fit
         place = bisect_left(sizes, num_tokens)
@@ -188,7 +189,7 @@ class _Band:
                 block = [(mean * weight + block[0] * block[1]) / total, total, number + block[2]]
             blocks.append(block)
         self.fit = [mean for mean, _, number in blocks for _ in range(int(number))]
-        self.is_stale = False
+        self.num_new = 0
 
 
 def _band_of(num_tokens: int, num_keys: int) -> int:

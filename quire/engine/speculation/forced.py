@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.grammar.matcher import Grammar
-from quire.engine.speculation.seam import Draft
+from quire.engine.speculation.seam import NO_DRAFT, Draft
 from quire.types import Request
 
 
@@ -22,7 +22,7 @@ class ForcedProposer:
 
     def _propose(self, request: Request, budget: int) -> Draft:
         if not isinstance(request.grammar, Grammar):
-            return Draft()
+            return NO_DRAFT
         forced = request.grammar.forced_tokens(request.tokens, request.prompt_len)[:budget]
         return Draft(forced, [1.0] * len(forced), self.name)
 

@@ -225,7 +225,8 @@ class GoodputDrafter:
     def _ask(self, proposer: Proposer, requests: Sequence[Request]) -> Sequence[Draft]:
         """Return the proposer's drafts. After an error it is asked for one request at a time, and is barred from the
         requests for which it raises an error again."""
-        barred = [r for r in requests if proposer.name in self._requests[r.id].barred]
+        name = proposer.name
+        barred = [r for r in requests if name in self._requests[r.id].barred] if self._counts[name].failed else []
         try:
             if not barred:
                 return proposer.propose(requests, LENGTH)
@@ -238,7 +239,7 @@ class GoodputDrafter:
                 try:
                     (draft,) = proposer.propose([request], LENGTH)
                 except Exception:
-                    self._requests[request.id].barred.add(proposer.name)
-                    self._counts[proposer.name].failed += 1
+                    self._requests[request.id].barred.add(name)
+                    self._counts[name].failed += 1
             drafts.append(draft)
         return drafts

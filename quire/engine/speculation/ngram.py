@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.speculation.seam import Draft
+from quire.engine.speculation.seam import NO_DRAFT, Draft
 from quire.types import Request
 
 LONGEST, SHORTEST = 4, 2  # tokens of an n-gram
 # First guesses of the probability that a draft's first token is right, by the length of the n-gram, and each next one.
 FIRST = {2: 0.4, 3: 0.6, 4: 0.75}
 NEXT = 0.85
-NO_DRAFT = Draft()
 
 
 @dataclass(slots=True)

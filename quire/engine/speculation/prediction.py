@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.engine.speculation.occurrences import Occurrences
-from quire.engine.speculation.seam import Draft
+from quire.engine.speculation.seam import NO_DRAFT, Draft
 from quire.types import Request
 
 AHEAD = 16  # tokens that an edit may have removed or replaced
@@ -73,7 +73,7 @@ class PredictionProposer:
     def _propose(self, request: Request, budget: int) -> Draft:
         predicted = request.params.prediction_ids
         if not predicted:
-            return Draft()
+            return NO_DRAFT
         pointer = self._pointers.get(request.id)
         if pointer is None:
             pointer = self._pointers[request.id] = _Pointer(Occurrences(predicted), request.prompt_len)

@@ -25,6 +25,9 @@ class Draft:
     source: str = ""  # name of the proposer
 
 
+NO_DRAFT = Draft()  # never changed
+
+
 class Proposer(Protocol):
     """A source of drafts."""
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from quire.engine.speculation.occurrences import Occurrences
-from quire.engine.speculation.seam import Draft
+from quire.engine.speculation.occurrences import MAX_MATCH, Occurrences
+from quire.engine.speculation.seam import NO_DRAFT, Draft
 from quire.types import Request
 
 CATCH_UP = 1024  # tokens indexed per request and call, so that a long prompt never holds up a step
@@ -22,13 +22,12 @@ BOUNDARY = -1  # stands between two outputs; no token has this id
 # Probability that the next token is right, by the number of matching tokens before it. Measured rates correct it.
 BY_MATCH = (0.0, 0.2, 0.4, 0.55, 0.65, 0.72, 0.77, 0.8, 0.83)
 LONG_MATCH, SURE = 16, 0.92  # matches of at least 16 tokens have this probability
+CHANCES = (*BY_MATCH, *[BY_MATCH[-1]] * (LONG_MATCH - len(BY_MATCH)))
 
 
 def chance_by_match(num_matching: int) -> float:
     """Return the probability that the token after a match of this length is the one that followed before."""
-    if num_matching >= LONG_MATCH:
-        return SURE
-    return BY_MATCH[min(num_matching, len(BY_MATCH) - 1)]
+    return CHANCES[num_matching] if num_matching < LONG_MATCH else SURE
 
 
 class OutputHistory:
@@ -87,11 +86,12 @@ class SuffixProposer:
             assert history.num_tokens <= 2 * (GENERATION + MAX_OUTPUT + 1)
 
     def _propose(self, request: Request, budget: int) -> Draft:
-        end = request.tokens[-64:]
-        found = [
-            (index.tokens, place, matching) for index in self._indexes(request) for place, matching in index.find(end)
-        ]
-        return vote(found, budget, self.name) if found else Draft()
+        end = request.tokens[-MAX_MATCH:]
+        found: list[tuple[Sequence[int], int, int]] = []
+        for index in self._indexes(request):
+            for place, matching in index.find(end):
+                found.append((index.tokens, place, matching))
+        return vote(found, budget, self.name) if found else NO_DRAFT
 
     def _indexes(self, request: Request) -> list[Occurrences]:
         """Return the indexes to search, brought up to date. None of the request's own while it catches up."""
@@ -113,23 +113,34 @@ def vote(found: Sequence[tuple[Sequence[int], int, int]], budget: int, source: s
 
     Each match votes for its next token with the square of its length; those that lose a vote drop out.
     """
-    draft = Draft(source=source)
-    survival = 1.0
-    matches = list(found)
-    for step in range(budget):
+    draft, survival, step = Draft(source=source), 1.0, 0
+    matches = [m for m in found if m[1] < len(m[0])]
+    while len(matches) > 1 and step < budget:
         votes: dict[int, int] = {}
+        total = 0
         for tokens, place, matching in matches:
-            at = place + step
-            if at < len(tokens) and tokens[at] != BOUNDARY:
-                votes[tokens[at]] = votes.get(tokens[at], 0) + matching * matching
-        if not votes:
-            break
-        token = max(votes, key=votes.__getitem__)
-        share = votes[token] / sum(votes.values())
-        matches = [m for m in matches if m[1] + step < len(m[0]) and m[0][m[1] + step] == token]
-        survival *= share * chance_by_match(max(m[2] for m in matches) + step)
+            token, weight = tokens[place + step], matching * matching
+            votes[token] = votes.get(token, 0) + weight
+            total += weight
+        if len(votes) > 1:
+            token = max(votes, key=votes.__getitem__)
+            matches = [m for m in matches if m[0][m[1] + step] == token]
+        if token == BOUNDARY:
+            return draft
+        survival *= votes[token] / total * chance_by_match(max(m[2] for m in matches) + step)
         draft.tokens.append(token)
         draft.survival.append(survival)
+        step += 1
+        matches = [m for m in matches if m[1] + step < len(m[0])]
+    if matches and step < budget:
+        tokens, place, matching = matches[0]
+        rest = list(tokens[place + step : place + budget])
+        if BOUNDARY in rest:
+            del rest[rest.index(BOUNDARY) :]
+        draft.tokens += rest
+        for more in range(step, step + len(rest)):
+            survival *= chance_by_match(matching + more)
+            draft.survival.append(survival)
     return draft
 
 

@@ -57,15 +57,18 @@ class SurvivalRecord:
         watched = self._watched.setdefault(request.id, _Watched())
         watched.length, watched.draft = len(request.tokens), draft
         bins = self._bins.setdefault(draft.source, [_Bin() for _ in range(NUM_BINS)])
-        survival, corrected, before = 1.0, [], 1.0
+        survival, before, correction = 1.0, 1.0, watched.correction
+        corrected: list[float] = []
+        known: dict[float, float] = {1.0: 1.0}  # most guesses of a draft have one of a few chances
         for estimate in draft.survival[: len(draft.tokens)]:
-            chance = estimate / before if before > 0 else 0.0
+            chance = round(estimate / before, 6) if before > 0 else 0.0
             before = estimate
-            if chance < 1.0:
-                chance = bins[_bin_of(chance)].rate(chance)
-                odds = watched.correction * chance / (1.0 - chance) if chance < 1.0 else 1e6
-                chance = min(odds / (1.0 + odds), CEILING)
-            survival *= chance
+            rate = known.get(chance)
+            if rate is None:
+                rate = bins[_bin_of(chance)].rate(chance)
+                odds = correction * rate / max(1.0 - rate, 1e-6)
+                rate = known[chance] = min(odds / (1.0 + odds), CEILING)
+            survival *= rate
             corrected.append(survival)
         return corrected
 

@@ -120,7 +120,7 @@ class EngineConfig:
     )
     strict_kernels: bool = knob(False, "refuse to start if the GPU or a kernel is unusable, instead of falling back")
     speculate: str = knob(
-        "off", "proposers of drafts, which a step verifies without changing a token: suffix,mtp; draft:MODEL; auto; off"
+        "auto", "proposers of drafts, which steps verify without changing a token: auto; off; suffix,mtp; draft:MODEL"
     )
     graphs: bool = knob(True, "replay decode steps as CUDA graphs")
     trace: str | None = knob(None, "write a trace in Perfetto's format to this file", unit="path")

@@ -19,12 +19,13 @@ from quire.cli.bench_online import add_compare, add_online, run_compare, run_onl
 from quire.cli.bench_speculation import add_speculation, run_speculation
 from quire.cli.output import print_error, print_note, write_json
 from quire.cli.run import OpenLLM, open_llm
-from quire.config_build import config_from_args
+from quire.config_build import config_from_args, override_config
 from quire.types import QuireError
 
 if TYPE_CHECKING:
     from quire.bench.offline import Workload
     from quire.bench.stats import Report
+    from quire.config import Config
 
 PASSED, BROKEN, MISSED = 0, 1, 2
 
@@ -104,10 +105,16 @@ def _show(report: Report) -> None:
 # The benchmarks
 
 
+def _plain_config(args: Namespace) -> Config:
+    """Return the settings of a benchmark: without speculation unless told, since its prompts are random tokens."""
+    config = config_from_args(args)
+    return config if "speculate" in config.sources else override_config(config, {"speculate": "off"})
+
+
 def _offline(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.offline import bench_offline
 
-    config, works = config_from_args(args), _works(args)
+    config, works = _plain_config(args), _works(args)
     reports = []
     with ExitStack() as held:
         open_once = cache(lambda: nullcontext(held.enter_context(open_llm(config))))
@@ -146,7 +153,7 @@ def _works(args: Namespace) -> list[Workload]:
 def _batch(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.batching import bench_batch
 
-    config = config_from_args(args)
+    config = _plain_config(args)
     return bench_batch(
         lambda: open_llm(config),
         batch=args.batch,
@@ -160,7 +167,7 @@ def _batch(args: Namespace, open_llm: OpenLLM) -> Report:
 def _latency(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.latency import Load, bench_latency
 
-    config = config_from_args(args)
+    config = _plain_config(args)
     load = Load(
         args.decodes, args.decode_len, args.prompts, args.prompt_len, args.every, args.fresh_tail, args.alone, args.rest
     )
@@ -171,7 +178,7 @@ def _start(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.start import bench_start
 
     return bench_start(
-        config_from_args(args),
+        _plain_config(args),
         prompt_len=args.prompt_len,
         warm_runs=args.warm_runs,
         run_pairs=args.run_pairs,
@@ -184,7 +191,7 @@ def _start(args: Namespace, open_llm: OpenLLM) -> Report:
 def _gap(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.gap import bench_gap
 
-    config = config_from_args(args)
+    config = _plain_config(args)
     return bench_gap(
         lambda: open_llm(config),
         rows=args.rows,
@@ -199,7 +206,7 @@ def _growth(args: Namespace, open_llm: OpenLLM) -> Report:
 
     if args.first >= args.last:
         raise QuireError("usage", f"--first {args.first} is not before --last {args.last}.", "Swap them.")
-    config = fit_cache(config_from_args(args), args.first)
+    config = fit_cache(_plain_config(args), args.first)
     return bench_growth(lambda: open_llm(config), first=args.first, last=args.last, seed=args.seed)
 
 
@@ -225,12 +232,11 @@ def _kernels(args: Namespace, open_llm: OpenLLM) -> Report:
 
 def _llama_cpp(args: Namespace, open_llm: OpenLLM) -> Report:
     from quire.bench.llama_cpp import bench_llama_cpp
-    from quire.config_build import override_config
     from quire.files.source import resolve_model
     from quire.files.store import cache_dir
     from quire.machine import read_machine
 
-    config = config_from_args(args)
+    config = _plain_config(args)
     files = resolve_model(config.model.model, offline=config.model.offline)
     if files.kind != "gguf":
         raise QuireError("usage", f"{files.name} is not a GGUF file.", "Give a GGUF file, which both engines can read.")
@@ -251,7 +257,7 @@ def _quality(args: Namespace, open_llm: OpenLLM) -> Report:
         text = args.text.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise QuireError("usage", f"{args.text} can't be read: {error}.", "Give a plain text file.") from None
-    return bench_quality(config_from_args(args), text, stretches=args.stretches, length=args.length)
+    return bench_quality(_plain_config(args), text, stretches=args.stretches, length=args.length)
 
 
 _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {

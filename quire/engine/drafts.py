@@ -60,7 +60,7 @@ class PlannedDrafts:
 
     def plan_proposals(self, requests: Mapping[str, Request], margin: int, plan: Plan) -> None:
         """Add to the plan for which of its rows the device proposes drafts, and the units those need."""
-        if self.drafter is None:
+        if self.drafter is None or not self.drafter.has_device:
             return
         indices = {row.request_id: index for index, row in enumerate(plan.rows) if row.wants_sample}
         asking = [r for r in (requests[name] for name in indices) if r.params.speculate and r.inflight == 1]

@@ -23,6 +23,7 @@ class RandomDrafter:
     `right`. With `waits` below 1 some requests with a token in flight are planned without drafts."""
 
     name = "random"
+    has_device = True
 
     def __init__(self, rng: random.Random, *, right: float = 0.6, silent: float = 0.3, longest: int = 6,
                  waits: float = 1.0, oracle: Oracle = shadow_oracle, vocab: int = VOCAB,

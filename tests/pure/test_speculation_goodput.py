@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from quire.engine.speculation.audit import MAX_SHARE, MIN_INTERVAL, AuditBudget
-from quire.engine.speculation.goodput import GoodputDrafter
+from quire.engine.speculation.goodput import WAIT_TRIAL, GoodputDrafter
 from quire.engine.speculation.seam import Draft
 from quire.engine.speculation.survival import SurvivalRecord
 from quire.engine.step_costs import StepCosts
@@ -28,9 +28,12 @@ class Guesses:
         self.name = name
         self._rng, self.right, self._claimed = rng, right, claimed
         self.num_calls = 0
+        self.silent = False
 
     def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
         self.num_calls += 1
+        if self.silent:
+            return [Draft() for _ in requests]
         drafts = []
         for request in requests:
             start = len(request.tokens)
@@ -154,6 +157,20 @@ def test_audits_do_the_other_choice_for_half_a_percent_of_the_time(
         assert stats.audits <= 4000 / MIN_INTERVAL
     elif seconds is steep:
         assert verified <= 40 + stats.audits, "one draft each"
+
+
+def test_a_request_without_drafts_is_not_waited_for() -> None:
+    """Where steps overlap, waiting for a token to draft after it costs time, so silent requests stop being asked."""
+    guesses = Guesses(random.Random(SEED), right=1.0, claimed=0.9)
+    drafter, ask = GoodputDrafter([guesses]), request()
+    run(drafter, [ask], flat, 20)
+    assert all(drafter.waits(ask) for _ in range(100))
+    guesses.silent = True
+    run(drafter, [ask], flat, 20)
+    assert sum(drafter.waits(ask) for _ in range(WAIT_TRIAL * 10)) == 10, "but for a trial now and then"
+    guesses.silent = False
+    run(drafter, [ask], flat, 4)
+    assert all(drafter.waits(ask) for _ in range(10))
 
 
 def test_without_budget_no_audit_is_made() -> None:

@@ -117,6 +117,22 @@ def test_history_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def
     assert proposer.num_history_tokens > 500
 
 
+def test_prompts_and_salts_are_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(suffix, "MAX_PROMPTS", 30)
+    monkeypatch.setattr(suffix, "MAX_SALTS", 3)
+    proposer = SuffixProposer()
+    asks = [request([1, 2, 3, 4, 5, 6, 7, 1, 2, 3], name=str(number), salt=bytes([number])) for number in range(5)]
+    drafts = proposer.propose(asks, 1)
+    assert [draft.tokens for draft in drafts] == [[4], [4], [4], [], []], "three prompts fit"
+    proposer.check()
+    for ask in asks:
+        ask.tokens.append(9)
+        proposer.end(ask)
+        proposer.check()
+    assert len(proposer._histories) == 3 and proposer._num_own == 0
+    assert proposer.propose(asks[4:], 1)[0].tokens == [], "its prompt has a place now, and its end is new"
+
+
 def test_a_generation_is_dropped_as_a_whole(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(suffix, "GENERATION", 10)
     history = OutputHistory()

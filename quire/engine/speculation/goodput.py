@@ -60,6 +60,7 @@ class GoodputDrafter:
         """`proposers`: asked in order, the device's last; the first draft of a request is taken."""
         self.costs = costs or StepCosts()
         self._device = device
+        self.has_device = device is not None
         self._proposers = [*proposers, *([device] if device is not None else [])]
         self._survival = SurvivalRecord()
         self._requests: dict[str, _Drafting] = {}
@@ -220,6 +221,8 @@ class GoodputDrafter:
                 else:
                     still_silent.append(request)
             silent = still_silent
+        for request in silent:
+            self._requests[request.id].learn(0)  # waiting for its token was for nothing
         return found
 
     def _ask(self, proposer: Proposer, requests: Sequence[Request]) -> Sequence[Draft]:

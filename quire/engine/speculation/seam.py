@@ -46,6 +46,7 @@ class Drafter(Protocol):
     """The choice of the drafts that a step verifies."""
 
     costs: StepCosts  # times of steps; the scheduler reports each step to it
+    has_device: bool  # True: the device proposes drafts too, so `plan_proposals` is asked
 
     def draft(self, requests: Sequence[Request], num_tokens: int, budget: int) -> Mapping[str, list[int]]:
         """Return drafts by request id for the next step, at most `budget` tokens in all, none of them empty.

@@ -16,7 +16,9 @@ from quire.types import Request
 
 CATCH_UP = 1024  # tokens indexed per request and call, so that a long prompt never holds up a step
 GENERATION = 1 << 14  # tokens of one generation of a salt's earlier outputs
-MAX_HISTORY = 1 << 18  # tokens of all salts together
+MAX_HISTORY = 1 << 17  # tokens of all salts together
+MAX_SALTS = 4096
+MAX_PROMPTS = 1 << 20  # prompt tokens of running requests that are indexed; further requests are not
 MAX_OUTPUT = 4096  # last tokens of an output that are kept
 BOUNDARY = -1  # stands between two outputs; no token has this id
 # Probability that the next token is right, by the number of matching tokens before it. Measured rates correct it.
@@ -58,29 +60,33 @@ class SuffixProposer:
         """`earlier_requests`: also match outputs of earlier requests. `own_output`: also match the request's output."""
         self.name = name
         self._own: dict[str, Occurrences] = {}
+        self._num_own = 0  # tokens of these when they were begun
+        self.num_history_tokens = 0
         self._histories: OrderedDict[bytes, OutputHistory] = OrderedDict()  # by salt, least recently used first
         self._earlier = earlier_requests
         self._own_output = own_output
-
-    @property
-    def num_history_tokens(self) -> int:
-        return sum(history.num_tokens for history in self._histories.values())
 
     def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
         return [self._propose(request, budget) for request in requests]
 
     def end(self, request: Request) -> None:
-        self._own.pop(request.id, None)
+        if self._own.pop(request.id, None) is not None:
+            self._num_own -= request.prompt_len
         if not self._earlier or request.num_sampled < 1:
             return
         history = self._histories.setdefault(request.salt, OutputHistory())
         self._histories.move_to_end(request.salt)
+        before = history.num_tokens
         history.add(request.tokens[max(request.prompt_len, len(request.tokens) - MAX_OUTPUT) :])
-        while self.num_history_tokens > MAX_HISTORY and len(self._histories) > 1:
-            self._histories.popitem(last=False)
+        self.num_history_tokens += history.num_tokens - before
+        while (self.num_history_tokens > MAX_HISTORY or len(self._histories) > MAX_SALTS) and len(self._histories) > 1:
+            _, oldest = self._histories.popitem(last=False)
+            self.num_history_tokens -= oldest.num_tokens
 
     def check(self) -> None:
         """Assert the bounds. Called by tests."""
+        assert self.num_history_tokens == sum(history.num_tokens for history in self._histories.values())
+        assert len(self._histories) <= MAX_SALTS and self._num_own <= MAX_PROMPTS
         for history in self._histories.values():
             assert len(history.generations) <= 2
             assert history.num_tokens <= 2 * (GENERATION + MAX_OUTPUT + 1)
@@ -96,12 +102,16 @@ class SuffixProposer:
     def _indexes(self, request: Request) -> list[Occurrences]:
         """Return the indexes to search, brought up to date. None of the request's own while it catches up."""
         own = self._own.get(request.id)
-        if own is None:
+        indexes = []
+        if own is None and self._num_own + request.prompt_len <= MAX_PROMPTS:
+            self._num_own += request.prompt_len
             tokens = request.tokens if self._own_output else request.tokens[: request.prompt_len]
             own = self._own[request.id] = Occurrences(tokens)
-        elif self._own_output and own.tokens is not request.tokens:
-            own.tokens = request.tokens  # the same tokens in another list
-        indexes = [own] if own.extend(CATCH_UP) else []
+        if own is not None:
+            if self._own_output and own.tokens is not request.tokens:
+                own.tokens = request.tokens  # the same tokens in another list
+            if own.extend(CATCH_UP):
+                indexes.append(own)
         history = self._histories.get(request.salt) if self._earlier else None
         if history is not None:
             indexes += [index for index in history.generations if index.extend(CATCH_UP) or index.length]

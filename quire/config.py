@@ -122,6 +122,12 @@ class EngineConfig:
     speculate: str = knob(
         "auto", "proposers of drafts, which steps verify without changing a token: auto; off; suffix,mtp; draft:MODEL"
     )
+    verify: str = knob(
+        "exact",
+        "how drafts are verified. exact: every token is the one without drafts; rejection: tokens have the same "
+        "distribution, and drafts that a draft network samples are accepted more often",
+        choices=("exact", "rejection"),
+    )
     graphs: bool = knob(True, "replay decode steps as CUDA graphs")
     trace: str | None = knob(None, "write a trace in Perfetto's format to this file", unit="path")
 

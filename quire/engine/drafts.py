@@ -54,6 +54,8 @@ class PlannedDrafts:
         count = self._units.reserve(request, request.planned + 1, count, margin, plan) if count > 0 else 0
         if count:
             plan.drafts[len(plan.rows)] = drafts[:count]
+            if self.drafter is not None and self.drafter.is_proposed(request):
+                plan.proposed.append(len(plan.rows))
             request.num_drafts = count
             request.pending += count
         return count

@@ -21,8 +21,9 @@ from quire.layers.step import Samples, Step
 from quire.models.drafting import DraftNetwork
 from quire.runtime.rows import DeviceRows
 from quire.sampling.batch import Histories
+from quire.sampling.rejection import for_drafting
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import Sampler
+from quire.sampling.sampler import Sampler, processed_logits
 from quire.types import Plan, StepOutput
 
 
@@ -94,7 +95,12 @@ class Proposals:
         rows: DeviceRows,
         sampling: SamplingRows,
         sampler: Sampler,
+        *,
+        keeps_distributions: bool = False,
     ):
+        """`keeps_distributions`: drafts are drawn with noise of their own, and what they were drawn from is kept for
+        verification by rejection."""
+        self._kept: dict[int, list[Tensor]] | None = {} if keeps_distributions else None  # device row -> each [vocab]
         self._network = network
         self._caches = caches
         self._rows = rows
@@ -105,6 +111,10 @@ class Proposals:
     @property
     def takes_hidden(self) -> bool:
         return self._network.takes_hidden
+
+    def kept(self, row: int) -> list[Tensor]:
+        """Returns the distributions that a row's last drafts were drawn from, each [vocab] float32."""
+        return [] if self._kept is None else self._kept.get(row, [])
 
     def begin(self, plan: Plan) -> Following:
         """Notes the rows' lengths. Called before the model's forward pass, which moves them."""
@@ -179,6 +189,9 @@ class Proposals:
             logits = self._fit(self._network.logits(hidden[:num]))
             histories = Histories(self._rows.tokens, rows, before, [bound + place + 1 for bound in bounds[:num]])
             batch = replace(self._sampling.gather(host_rows), logprobs=None)
+            if self._kept is not None:
+                batch = for_drafting(batch)
+                self._keep(host_rows, torch.softmax(processed_logits(logits.float(), batch, histories), 1), place)
             sampled = self._sampler.sample(logits, batch, histories).tokens
             self._rows.append(rows, before, sampled)
             tokens[:num, place] = sampled
@@ -189,6 +202,14 @@ class Proposals:
                 hidden = self._network.forward(step, hidden[:num], self._caches)
         clock.stop()
         return Proposed(following.asking, wanted, tokens, chances, clock)
+
+    def _keep(self, rows: list[int], distributions: Tensor, place: int) -> None:
+        """Keeps what the drafts in one place of these rows are drawn from. distributions [rows, vocab]"""
+        assert self._kept is not None
+        for row, distribution in zip(rows, distributions, strict=True):
+            if not place:
+                self._kept[row] = []
+            self._kept[row].append(distribution)
 
     def _one_token(self, rows: Tensor, tokens: Tensor, positions: Tensor, bounds: list[int], more: int) -> Step:
         num = len(rows)

@@ -16,6 +16,7 @@ from quire.models.model import Model
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.proposals import Following, Proposals, Proposed
+from quire.runtime.rejection import Rejection
 from quire.runtime.rows import DeviceRows
 from quire.runtime.samples import StepSamples
 from quire.runtime.store import CacheStore
@@ -68,6 +69,7 @@ class Runner:
         mixed: MixedGraphs | None = None,
         *,
         proposals: Proposals | None = None,
+        rejection: Rejection | None = None,
         max_batch_tokens: int = 0,
     ):
         self._model = model
@@ -79,6 +81,7 @@ class Runner:
         self._graphs = graphs
         self._mixed = mixed
         self._proposals = proposals
+        self._rejection = rejection
         self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, number of alternatives)
         self._pooling: dict[int, Pooling] = {}  # row -> its hidden states pooled up to now
 
@@ -141,6 +144,8 @@ class Runner:
         histories = Histories(self._rows.tokens, rows, lengths, samples.bounds)
         mask = samples.masks(masks, self._model.vocab_size, self._rows.device) if masks else None
         sampled = self._sampler.sample(forward.logits, batch, histories, mask)
+        if self._rejection is not None and forward.plan.drafts:
+            sampled = self._rejection.apply(sampled, samples, forward.logits, batch, histories, mask)
         self._rows.append(rows, lengths, sampled.tokens)
         newest = samples.settle(self._rows, sampled.tokens, sampled.bad, lengths)
         return StepTicket(forward, sampled, batch, self._propose(forward, newest))

@@ -88,7 +88,7 @@ class Sampler:
         elif self._plain is not None and packed and draws is not None and not draws.any_filter and not batch.edits:
             chosen = self._plain(logits, draws.key, histories.lengths, draws.inv_temperature, mask)
         tokens, bad = chosen or self._choose_all(logits.float(), batch, histories, mask)
-        return Sampled(tokens, bad, self._score(logits, tokens, batch))
+        return Sampled(tokens, bad, self.score(logits, tokens, batch))
 
     def _choose_all(
         self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None
@@ -104,7 +104,8 @@ class Sampler:
             tokens = chosen if cohort.samples is None else tokens.index_copy_(0, cohort.samples, chosen)
         return tokens.masked_fill(bad, 0), bad
 
-    def _score(self, logits: Tensor, tokens: Tensor, batch: Batch) -> Logprobs | None:
+    def score(self, logits: Tensor, tokens: Tensor, batch: Batch) -> Logprobs | None:
+        """Returns the logprobs of the samples that have them in `batch`."""
         if batch.logprobs is None:
             return None
         scored = None if self._fused is None else self._fused.score(logits, tokens, batch)

@@ -48,6 +48,7 @@ from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.guard import GuardedWorkers, release_memory
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.proposals import Proposals
+from quire.runtime.rejection import Rejection
 from quire.runtime.row_trial import settle_row_ops
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
@@ -245,7 +246,8 @@ def build_model_engine(
     runner, memory = build_runner(model, config, max_model_len, device, weights=weights, findings=findings, draft=draft)
     workers = GuardedWorkers(runner, device, on_failure=on_failure)
     if drafter is None:
-        drafter = make_drafter(config.engine.speculate, draft.name if draft is not None else None)
+        name = draft.name if draft is not None else None
+        drafter = make_drafter(config.engine.speculate, name, config.engine.verify)
     engine = engine_of(workers, memory, config, device, drafter, version)
     attach_stores(engine.scheduler.cache, runner.store, config)
     return engine, memory
@@ -309,7 +311,10 @@ def build_runner(
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     choice = select_choice(device.type, config.engine.kernels)
     sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _required_kernels(config))
-    proposals = Proposals(network, store.tensors, rows, sampling, sampler) if network is not None else None
+    by_rejection = config.engine.verify == "rejection"
+    proposals = None
+    if network is not None:
+        proposals = Proposals(network, store.tensors, rows, sampling, sampler, keeps_distributions=by_rejection)
     shared: TokenSampler = sampler if share_samples is None else share_samples(sampler)
     runner = Runner(
         model,
@@ -320,6 +325,7 @@ def build_runner(
         graphs,
         mixed,
         proposals=proposals,
+        rejection=Rejection(sampler, proposals) if by_rejection else None,
         max_batch_tokens=limits.max_batch_tokens,
     )
     return runner, memory

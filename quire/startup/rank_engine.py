@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quire.cache.memory import MemoryPlan
 from quire.config import Config
 from quire.config_build import engine_settings
+from quire.engine.speculation.build import parse_speculate
 from quire.engine.workers import Workers
 from quire.machine import read_machine
 from quire.ranks.launch import LocalRanks
@@ -43,7 +44,8 @@ def check_ranks(config: Config) -> None:
     """Raises an error for settings that a group of ranks does not have."""
     if pick_device(config.engine.device).type != "cpu":
         raise _refuse("device", "Tensor-parallel ranks run on CPUs only", "Use --device cpu, or --tp 1.")
-    if config.engine.speculate.startswith(("draft:", "mtp")):
+    setting = parse_speculate(config.engine.speculate)
+    if setting.draft_model is not None or setting.head:
         raise _refuse("speculate", "A draft model does not run on several ranks", "Use other proposers, or --tp 1.")
 
 

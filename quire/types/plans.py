@@ -134,6 +134,7 @@ class Plan(msgspec.Struct, tag="plan", array_like=True, gc=False):
     may_mask: bool = False  # some row may have a grammar, so sampling waits for the masks
     # Plan index -> drafts of a row that come from the host. A row with drafts is in one step in flight only.
     drafts: dict[Count, Annotated[list[Count], Meta(max_length=MAX_DRAFTS)]] = {}
+    proposed: list[Count] = []  # plan indices of the rows whose drafts are the first of those that the device proposed
     # Plan index -> how many drafts of the row's next tokens the device's draft network proposes after this step.
     proposals: dict[Count, Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]] = {}
 

@@ -76,6 +76,9 @@ class RandomDrafter:
             return {}
         return {r.id: self._rng.randint(1, self._longest) for r in requests if self._rng.random() > self._silent}
 
+    def is_proposed(self, request: Request) -> bool:
+        return self.proposals.get(request.id, (0, []))[0] == len(request.tokens)
+
     def proposed(self, request: Request, drafts: list[int], chances: Sequence[float]) -> None:
         assert len(drafts) == len(chances) > 0 and request.status is not Status.ENDED
         self.num_proposed += len(drafts)

@@ -44,8 +44,11 @@ class _Place:
 class DeviceProposer:
     """Implements `Proposer` for drafts that come from the device."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, *, by_position: bool = False):
+        """`by_position`: the number of drafts that are verified must not depend on which tokens they are, as
+        verification by rejection needs, so a draft's chance is that of its place."""
         self.name = name
+        self.by_position = by_position
         self._proposed: dict[str, tuple[int, Draft]] = {}  # request id -> its length then, the drafts that follow
         self._places = [_Place() for _ in range(LONGEST)]
         self._seconds: float | None = None  # of one pass
@@ -60,7 +63,9 @@ class DeviceProposer:
     def take(self, request: Request, drafts: list[int], chances: Sequence[float]) -> None:
         """Keep drafts that follow the request's tokens, with the draft network's probability of each."""
         survival, product = [], 1.0
-        for chance in chances:
+        for place, chance in enumerate(chances):
+            if self.by_position:
+                chance = self._places[min(place, LONGEST - 1)].rate
             product *= min(max(chance, 0.0), 0.99)
             survival.append(product)
         self._proposed[request.id] = len(request.tokens), Draft(drafts, survival, self.name)

@@ -130,6 +130,12 @@ class GoodputDrafter:
         length = self._device.length(len(asking), num_keys, self.costs)
         return {request.id: length for request in asking} if length else {}
 
+    def is_proposed(self, request: Request) -> bool:
+        state = self._requests.get(request.id)
+        if self._device is None or state is None or request.grammar is not None:  # a grammar has cut the drafts
+            return False
+        return state.source == self._device.name and self._device.by_position
+
     def proposed(self, request: Request, drafts: list[int], chances: Sequence[float]) -> None:
         if self._device is not None:
             self._device.take(request, drafts, chances)

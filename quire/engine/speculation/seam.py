@@ -72,6 +72,11 @@ class Drafter(Protocol):
         how many. `requests` are those that sample in the step, `num_tokens` is how many tokens the step computes."""
         ...
 
+    def is_proposed(self, request: Request) -> bool:
+        """True if the request's drafts for the step being planned are from the device, and their number does not depend
+        on which tokens they are."""
+        ...
+
     def proposed(self, request: Request, drafts: list[int], chances: Sequence[float]) -> None:
         """Report drafts that the device has proposed, and the draft network's own probability of each. They follow the
         request's tokens."""

@@ -74,7 +74,9 @@ class CacheConfig:
     host_memory: int | None = knob(None, "host memory for preempted requests and evicted KV cache", low=0, unit="bytes")
     host_cache: bool = knob(True, "keep KV cache evicted from the device in host memory")
     cache_dir: str | None = knob(None, "folder that keeps the KV cache across restarts (default: none)", unit="path")
-    cache_dir_size: int = knob(16 << 30, "maximum size of --cache-dir", low=1 << 20, unit="bytes")
+    cache_dir_size: int = knob(
+        16 << 30, "maximum size of the folder that keeps the KV cache", low=1 << 20, unit="bytes"
+    )
     shared_cache: str | None = knob(None, "folder in which several engines share KV cache (default: none)", unit="path")
     swap_checksums: bool | None = knob(
         None, "checksum the pages of preempted requests in host memory (default: only on a CPU)"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.bench.questions import QUESTIONS
 from quire.bench.stats import Bar, Report
 from quire.types import QuireError
 
@@ -26,28 +27,6 @@ if TYPE_CHECKING:
 STREAMS, PROMPT_LEN, OUTPUT_LEN, MANY_OUTPUT_LEN, LONG_PROMPT = 16, 128, 128, 64, 512
 AGREEMENT_TOKENS = 64
 GATES = {"one stream": 1.0, "prefill": {"Q4_1": 2.0, "Q4_0": 1.0}, "16 streams": 1.5}
-QUESTIONS = (
-    "Why is the sky blue?",
-    "Name three rivers in Europe.",
-    "What is 12 + 30?",
-    "Write a haiku about rain.",
-    "Who wrote Hamlet?",
-    "Explain gravity to a child.",
-    "List the planets.",
-    "What do bees make?",
-    "Translate 'good morning' into French.",
-    "How do I boil an egg?",
-    "What is a prime number?",
-    "Give me a synonym for happy.",
-    "What year did World War II end?",
-    "Describe a cat in one sentence.",
-    "Why do leaves fall?",
-    "What is the capital of Japan?",
-    "Tell me a short joke.",
-    "What is Python used for?",
-    "How many legs has a spider?",
-    "Say something in Latin.",
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.native.hook_structs import HookFailed
 from quire.kernels.native.hooks import (
     Hook,
     HookedProduct,
-    HookFailed,
     PythonAdapters,
     PythonReduction,
     ReductionCall,

@@ -221,7 +221,7 @@ def test_what_becomes_of_it_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("method", "words"), [("fp8", "keeps linear layers and experts in FP8"),
                                                ("mxfp4", "keeps them in FP8, at half the size")])  # fmt: skip
 def test_on_a_gpu_it_is_said_how_to_keep_it_smaller(method: str, words: str) -> None:
-    files: Any = SimpleNamespace(name="it", config={})
+    files: Any = SimpleNamespace(name="it", config={}, vision_part=None)
     model: Any = SimpleNamespace(start_notes=tuple, modules=list)
     config = {"quantization_config": {"quant_method": method, "weight_block_size": [128, 128]}}
     for smaller in (True, False):

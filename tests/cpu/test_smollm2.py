@@ -77,7 +77,7 @@ def test_workers_that_get_only_bytes_give_the_same_tokens(model_file: Path) -> N
         SamplingParams(seed=7, max_tokens=24, grammar=GrammarSpec.choice("yes", "no", "I do not know")),
     ]
     prompts = ["The three largest rivers are", "Once upon a time", "Dear Sir,\n", "Is the sky green? Answer:"]
-    with LLM("smollm2", max_model_len=1024, prefix_cache=False) as llm:
+    with LLM("smollm2", max_model_len=1024, prefix_cache=False, speculate="off") as llm:
         near = llm.generate(prompts, params) + llm.embed(prompts[:2])
         llm.engine.wrap(RemoteWorkers)
         far = llm.generate(prompts, params) + llm.embed(prompts[:2])

@@ -479,7 +479,8 @@ def test_rates_are_over_the_engines_own_time(server: Started, browser: Browser) 
               "computed_tokens": 40, "busy_seconds": 1.0}  # fmt: skip
     now = {**before, "t": 100.5, "at": 100.0, "steps": 60, "sampled_tokens": 240, "computed_tokens": 240}
     script = f"import('/page/feed.js').then(({{ rates }}) => rates({json.dumps(before)}, {json.dumps(now)}, {{}}))"
-    assert browser.evaluate(script) == {"rate": 10, "prompt": 0, "decode": 4, "busy": 0}
+    found = browser.evaluate(script)
+    assert found == {"rate": 10, "prompt": 0, "decode": 4, "busy": 0, "verified": 0, "accepted": 0}
 
 
 def test_it_fits_a_phone_and_follows_the_theme(server: Started, browser: Browser) -> None:

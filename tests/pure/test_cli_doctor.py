@@ -60,7 +60,7 @@ def test_json_is_one_object_with_everything(
     run_doctor("--json", "--depth", "2", "--hub-token", "s3cret")
     out = capsys.readouterr().out
     report = json.loads(out)
-    parts = {"versions", "machine", "devices", "gpu", "cpu_kernels", "cache", "config", "model", "missing"}
+    parts = {"versions", "machine", "devices", "gpu", "cpu_kernels", "cache", "config", "formats", "model", "missing"}
     assert set(report) == parts
     assert report["versions"]["quire"] == quire.__version__
     assert report["machine"]["num_usable_cores"] >= 1

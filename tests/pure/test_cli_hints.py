@@ -46,6 +46,10 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 def can_show(path: Path) -> list[str]:
     """The commands that run the code of a file and would show its messages."""
     room, name = path.parts[0], path.stem
+    if path == Path("startup/rank_engine.py"):
+        return ["serve", "bench offline"]  # a command without --tp has one rank
+    if path.is_relative_to("cli/agent_chat"):
+        return ["chat"]
     if room == "cli":
         own = {
             "bench_flags": "bench",
@@ -63,8 +67,8 @@ def can_show(path: Path) -> list[str]:
     if room == "bench":
         own = next((name for place, name in BENCH.items() if path.is_relative_to(place)), None)
         return list(OPENS_MODELS) if own is None else [f"bench {own}"]
-    if room == "chaos":
-        return ["chaos"]
+    if room in ("agent", "chaos"):
+        return ["chat" if room == "agent" else "chaos"]
     return [*OPENS_MODELS, "pull"] if room in ("files", "config.py", "config_build.py") else list(OPENS_MODELS)
 
 

@@ -32,6 +32,7 @@ NO_ANSWERS = {
     "bad_message": "between processes",
     "bad_tokenizer": "the model's file is read at the start",
     "bad_trace_file": "of quire trace",
+    "cache_folder": "the folder is opened at the start",
     "duplicate_id": "the server makes the ids",
     "frames_damaged": "between processes",
     "frames_foreign": "between processes",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
-from quire.bench.llama_cpp import QUESTIONS
+from quire.bench.questions import QUESTIONS
 from quire.bench.speculation.texts import Texts
 
 MORE_QUESTIONS = (

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.native.hook_structs import AdaptersDesc, ReductionDesc
+
 PRODUCTS = (
     "query",
     "key",
@@ -30,18 +32,6 @@ PRODUCTS = (
     "shared_down",
     "shared_weight",
 )
-
-
-class HookFailed(RuntimeError):
-    """A hook returned an error code, which ended the call."""
-
-
-class ReductionDesc(Structure):
-    _fields_ = (("call", c_void_p), ("context", c_void_p))
-
-
-class AdaptersDesc(Structure):
-    _fields_ = (("call", c_void_p), ("context", c_void_p))
 
 
 class ProductDesc(Structure):

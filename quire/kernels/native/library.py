@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from quire.kernels.native.building import LIBRARY, SOURCES, source_digest
-from quire.kernels.native.hooks import AdaptersDesc, HookFailed, ReductionDesc
+from quire.kernels.native.hook_structs import AdaptersDesc, HookFailed, ReductionDesc
 
 ISAS = ("avx512", "avx2", "portable")  # best first
 FORMS = {  # GGUF types with kernels

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.native.hooks import Hook, HookFailed
+from quire.kernels.native.hook_structs import HookFailed
+from quire.kernels.native.hooks import Hook
 from quire.kernels.native.library import FORMS, LinearDesc, Matrix, Native, unit_columns
 
 ROWS_AT_A_TIME = 1 << 22  # floats that are dequantized at a time for packing

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.native.hooks import Hook, HookFailed
+from quire.kernels.native.hook_structs import HookFailed
+from quire.kernels.native.hooks import Hook
 from quire.kernels.native.library import (
     ACTIVATIONS,
     GroupDesc,

@@ -135,6 +135,7 @@ def test_the_same_bits_for_every_mixture_latent_and_hybrid(family: str, quant: s
 
 def compare(model: Model) -> None:
     pages = any(spec.kind == "paged" for spec in model.specs)
+    small = {"max_rows": 8, "max_batch_tokens": 64, "num_pages": 24, "host_memory": 1 << 22}
     prefixes = all(spec.kind == "paged" for spec in model.specs)  # a state is kept every thousand tokens
     make: Callable[[], list[Request]] = lambda: make_requests(random.Random(11), 32)  # noqa: E731
     outputs: dict[str, list[int]] = {}
@@ -145,15 +146,16 @@ def compare(model: Model) -> None:
     for knobs in (
         {"max_rows": 32, "max_batch_tokens": 512},  # all at once, prefixes shared
         {"max_rows": 32, "max_batch_tokens": 37, "chunk_tokens": 5},  # prompts in small chunks
-        {"max_rows": 8, "max_batch_tokens": 64, "num_pages": 24, "host_memory": 1 << 22},  # swapped out and in
-        {"max_rows": 8, "max_batch_tokens": 64, "num_pages": 24, "preemption": "recompute"},
+        {**small, "host_cache": False},  # swapped out and in
+        {**small, "host_cache": False, "preemption": "recompute"},
+        small,  # prefixes come back from host memory
     ):
         engine, seen = spied(model, **knobs)
         engines.append((engine, seen))
         found = run(engine, make())
         assert {name: found[name] for name in outputs} == outputs
         same({place: seen[place] for place in alone}, alone)
-        if knobs.get("num_pages") and pages:
+        if "host_cache" in knobs and pages:
             assert engine.scheduler.stats.preemptions, "the pool was meant to be too small"
     engine, seen = engines[0]  # which has kept them all
     seen.clear()

@@ -17,6 +17,7 @@ from quire.types.bounds import MAX_DRAFTS
 
 Drafts = Mapping[str, list[int]]  # by request id
 NO_DRAFTS: Drafts = {}
+MAX_REPLAYED = 32  # tokens; a row that replays more gets no drafts, so that its state moves on
 
 
 class PlannedDrafts:
@@ -32,8 +33,8 @@ class PlannedDrafts:
         budget that decodes leave."""
         if self.drafter is None:
             return NO_DRAFTS
-        ready = [r for r in decodes if not r.inflight and max_drafts(r) > 0]
-        spare = budget - len(decodes)
+        ready = [r for r in decodes if not r.inflight and max_drafts(r) > 0 and r.num_replayed <= MAX_REPLAYED]
+        spare = budget - len(decodes) - (sum(r.num_replayed for r in decodes) if self._has_state else 0)
         spare = spare // 2 if has_prompts else spare
         return self.drafter.draft(ready, len(decodes), spare) if ready and spare > 0 else NO_DRAFTS
 
@@ -45,13 +46,16 @@ class PlannedDrafts:
             return True
         return request.params.speculate and self.drafter.waits(request)
 
-    def add(self, request: Request, chosen: Drafts, budget: int, margin: int, plan: Plan) -> int:
-        """Add a decode's drafts to the plan, whose next row is that of the request. Returns how many have room."""
+    def add(self, request: Request, chosen: Drafts, end: int, budget: int, margin: int, plan: Plan) -> int:
+        """Add a decode's drafts to the plan, whose next row is that of the request and ends at `end` without them.
+
+        Returns how many have room.
+        """
         drafts = chosen.get(request.id)
         if drafts is None:
             return 0
         count = min(len(drafts), budget, max_drafts(request))
-        count = self._units.reserve(request, request.planned + 1, count, margin, plan) if count > 0 else 0
+        count = self._units.reserve(request, end, count, margin, plan) if count > 0 else 0
         if count:
             plan.drafts[len(plan.rows)] = drafts[:count]
             if self.drafter is not None and self.drafter.is_proposed(request):
@@ -81,7 +85,8 @@ class PlannedDrafts:
     def settle(self, request: Request, row: PlanRow, num_accepted: int, fence: int) -> None:
         """Move a request's marks back behind the accepted drafts, and release the units of the rejected ones.
 
-        Called once the row's tokens are appended. Recurrent state returns to that before the step.
+        Called once the row's tokens are appended. Recurrent state returns to that before the step, so the accepted
+        tokens are computed again by the request's next step.
         """
         rejected = row.num_drafts - num_accepted
         request.pending -= row.num_drafts
@@ -90,6 +95,8 @@ class PlannedDrafts:
             request.computed = row.start if self._has_state else request.computed - rejected
         request.computed = min(request.computed, len(request.tokens))  # what follows the end was dropped
         request.planned = request.computed
+        if rejected and self._has_state:
+            request.num_replayed = max(len(request.tokens) - 1 - request.computed, 0)
         request.num_drafted += row.num_drafts
         request.num_accepted += num_accepted
         self._units.settle(request, rejected, fence)

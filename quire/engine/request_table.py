@@ -97,7 +97,7 @@ class RequestTable:
         self.wake(self._cache.release(request, self.last_step))
         request.status = Status.WAITING
         request.computed = request.planned = request.pending = request.inflight = 0
-        request.num_drafts = request.num_proposals = 0
+        request.num_drafts = request.num_proposals = request.num_replayed = 0
 
     def end(self, request: Request, reason: FinishReason) -> Delta:
         """End a request in any status and release what it holds. Returns its final delta."""
@@ -144,6 +144,7 @@ class RequestTable:
         for request in self.running:
             assert 0 <= request.computed <= request.planned <= request.expected_len <= request.max_len
             assert request.inflight >= request.pending - request.num_drafts >= 0
+            assert 0 <= request.num_replayed <= max(len(request.tokens) - 1 - request.planned, 0)
             assert request.num_drafts == 0 or request.inflight == 1, "a row with drafts is in one step in flight"
         for request in self.waiting:
             assert request.row < 0 and request.inflight == 0 and request.pending == 0

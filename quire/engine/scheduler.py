@@ -140,7 +140,7 @@ class Scheduler:
         for request in self.running:
             behind = len(request.tokens) + request.pending - request.planned
             if behind > 0 and self._may_run(request):
-                (decodes if behind == 1 else prefills).append(request)
+                (decodes if behind == 1 + request.num_replayed else prefills).append(request)
         budget = self._chunking.budget(len(decodes), prefills[0].planned if prefills else 0)
         budget = min(budget, self.step_cap)
         has_prompts = bool(prefills) or bool(self.waiting)
@@ -224,8 +224,8 @@ class Scheduler:
     ) -> tuple[int, bool]:
         """Give each request a row of the step with as many tokens as there is room for.
 
-        The first `num_decodes` compute one token each and need room only where a page begins. Returns what is left of
-        the budget, and whether `find_room` has preempted a request.
+        The first `num_decodes` compute one token each and those that they replay, and need room only where a page
+        begins. Returns what is left of the budget, and whether `find_room` has preempted a request.
         """
         add_row, page_tokens, has_state = plan.rows.append, self.cache.page_tokens, bool(self.cache.state)
         any_preempted = False
@@ -234,9 +234,9 @@ class Scheduler:
                 break
             if request.status is not Status.RUNNING:
                 continue  # preempted for an earlier request of this step
-            start = request.planned
-            if index < num_decodes and start % page_tokens:
-                end, wants_sample = start + 1, True
+            start, replayed = request.planned, request.num_replayed
+            if index < num_decodes and 0 < start % page_tokens < page_tokens - replayed and replayed < budget:
+                end, wants_sample = start + 1 + replayed, True
             else:
                 end, preempted = find_room(request, budget, plan)
                 any_preempted = any_preempted or preempted
@@ -249,10 +249,12 @@ class Scheduler:
             num_drafts = 0
             if has_state:
                 self._drafts.write_moved(request, plan)
-            if drafts and index < num_decodes:
-                num_drafts = self._drafts.add(request, drafts, budget - 1, len(self.running), plan)
+                replayed = min(replayed, end - start)
+                request.num_replayed -= replayed
+            if drafts and index < num_decodes and wants_sample:
+                num_drafts = self._drafts.add(request, drafts, end, budget - (end - start), len(self.running), plan)
             count = end - start + num_drafts
-            add_row(PlanRow(request.id, request.row, start, count, num_drafts, wants_sample))
+            add_row(PlanRow(request.id, request.row, start, count, num_drafts, wants_sample, replayed))
             if wants_sample:
                 request.pending += 1
             if request.grammar is not None:

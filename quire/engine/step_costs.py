@@ -30,26 +30,28 @@ MAX_WEIGHT = 20  # steps that one size counts for at most when sizes are compare
 class StepSize:
     """What of a plan decides how long it takes."""
 
-    decodes: int  # rows that compute one token, drafts aside
-    num_tokens: int  # of these rows, drafts included
+    decodes: int  # rows that compute one token, besides drafts and replayed tokens
+    num_tokens: int  # of these rows, drafts and replayed tokens included
     num_keys: int  # that these tokens attend to
     num_drafts: int
+    num_replayed: int
     prompt_tokens: int
     prompt_pairs: int  # of a prompt token and a key
 
     @classmethod
     def of(cls, plan: Plan) -> StepSize:
-        decodes = tokens = keys = drafts = prompt_tokens = pairs = 0
+        decodes = tokens = keys = drafts = replayed = prompt_tokens = pairs = 0
         for row in plan.rows:
-            if row.wants_sample and row.count == 1 + row.num_drafts:
+            if row.wants_sample and row.count == 1 + row.num_drafts + row.num_replayed:
                 decodes += 1
                 tokens += row.count
                 drafts += row.num_drafts
+                replayed += row.num_replayed
                 keys += row.count * row.start
             else:
                 prompt_tokens += row.count
                 pairs += row.count * row.start + row.count * row.count // 2
-        return cls(decodes, tokens, keys, drafts, prompt_tokens, pairs)
+        return cls(decodes, tokens, keys, drafts, replayed, prompt_tokens, pairs)
 
 
 class StepCosts:

@@ -130,7 +130,8 @@ def _run_ranks(config: Config, device: torch.device) -> RunningModel | None:
     if config.parallel.tp == 1:
         return None
     ranks = start_ranks(config)
-    loaded, drafter = ranks.loaded, make_drafter(config.engine.speculate)
+    replays = any(spec.kind == "state" for spec in ranks.memory.specs)
+    loaded, drafter = ranks.loaded, make_drafter(config.engine.speculate, replays=replays)
     engine = engine_of(ranks.workers, ranks.memory, config, device, drafter)
     eos_ids = tuple(loaded.eos_ids)
     return RunningModel(engine, ranks.memory, loaded.vocab_size, eos_ids, loaded.defaults, loaded.dtype)
@@ -247,7 +248,8 @@ def build_model_engine(
     workers = GuardedWorkers(runner, device, on_failure=on_failure)
     if drafter is None:
         name = draft.name if draft is not None else None
-        drafter = make_drafter(config.engine.speculate, name, config.engine.verify)
+        replays = any(spec.kind == "state" for spec in model.specs)
+        drafter = make_drafter(config.engine.speculate, name, config.engine.verify, replays=replays)
     engine = engine_of(workers, memory, config, device, drafter, version)
     attach_stores(engine.scheduler.cache, runner.store, config)
     return engine, memory

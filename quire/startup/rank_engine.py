@@ -47,6 +47,8 @@ def check_ranks(config: Config) -> None:
     setting = parse_speculate(config.engine.speculate)
     if setting.draft_model is not None or setting.head:
         raise _refuse("speculate", "A draft model does not run on several ranks", "Use other proposers, or --tp 1.")
+    if config.engine.verify != "exact":
+        raise _refuse("verify", "Verification by rejection does not run on several ranks", "Use exact, or --tp 1.")
 
 
 def _refuse(name: str, what: str, hint: str) -> QuireError:

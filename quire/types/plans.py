@@ -74,6 +74,7 @@ class PlanRow(msgspec.Struct, array_like=True, gc=False):
     count: Count  # with the drafts
     num_drafts: Count  # of `count`, the last tokens are drafts; all of them and the token before them are sampled
     wants_sample: bool
+    num_replayed: Count = 0  # of `count`, the first tokens were computed before a draft was rejected, see `Request`
 
 
 class RowInit(msgspec.Struct, array_like=True, gc=False):

@@ -90,6 +90,8 @@ class Request:
     inflight: int = 0  # number of steps in flight with this request
     num_drafts: int = 0  # drafts in the step in flight; such a request is in one step only
     num_proposals: int = 0  # drafts that the device proposes after the step in flight
+    # Tokens after `planned` that a step has computed before: rejected drafts took a recurrent state back behind them.
+    num_replayed: int = 0
     status: Status = Status.WAITING
     row: int = -1
     lease: CacheLease | None = None  # from the moment the request is queued

@@ -9,10 +9,11 @@ from itertools import pairwise
 import pytest
 
 from quire.cache.lease import lease_of
+from quire.engine.drafts import MAX_REPLAYED
 from quire.types import Plan, Request, SamplingParams
 from tests.pure.drafting import RandomDrafter, shadow_oracle
 from tests.pure.shadow import VOCAB, Rig, reference_output
-from tests.pure.test_engine_overlap import PROMPT, OnlyEven
+from tests.pure.test_engine_overlap import PROMPT
 
 
 class Scripted(RandomDrafter):
@@ -23,6 +24,9 @@ class Scripted(RandomDrafter):
         self.plan = (right, wrong)
         self.asked = 0
 
+    def oracle(self, request: Request, tokens: list[int]) -> int:
+        return shadow_oracle(request, tokens)
+
     def draft(self, requests: Sequence[Request], num_tokens: int, budget: int) -> dict[str, list[int]]:
         self.asked += len(requests)
         right, wrong = self.plan
@@ -31,7 +35,7 @@ class Scripted(RandomDrafter):
             self.open.add(request.id)
             tokens: list[int] = []
             for place in range(right + wrong):
-                tokens.append((shadow_oracle(request, tokens) + (place >= right)) % VOCAB)
+                tokens.append((self.oracle(request, tokens) + (place >= right)) % VOCAB)
             found[request.id] = tokens[:budget]
         return found
 
@@ -75,12 +79,21 @@ def test_rejected_drafts_leave_no_hole() -> None:
     assert starts == [0, 11, 13, 15, 17], "each step starts behind what was accepted"
 
 
+class Hasty(Scripted):
+    """Would not wait for a request whose drafts are in flight."""
+
+    def waits(self, request: Request) -> bool:
+        return not request.num_drafts
+
+
 def test_a_row_with_drafts_is_in_one_step_and_others_go_on() -> None:
-    rig = rig_of(Scripted(2, waits=False))
+    rig = rig_of(Hasty(2))
     plans = plans_of(rig)
     rig.add(PROMPT, max_tokens=12)
     rig.add(PROMPT[::-1], max_tokens=12, speculate=False)
     rig.finish()
+    assert rig.outputs["r1"] == reference_output(PROMPT, 0, 12, frozenset())
+    assert sum(row.num_drafts > 0 for plan in plans for row in plan.rows) > 2
     for earlier, later in pairwise(plans):
         drafted = {row.request_id for row in earlier.rows if row.num_drafts}
         assert drafted.isdisjoint(row.request_id for row in later.rows), "its tokens were not known then"
@@ -137,14 +150,17 @@ def test_pages_of_rejected_drafts_come_back_after_the_step() -> None:
     assert rig.outputs["r1"] == reference_output(request, 0, 30, frozenset())
 
 
-def test_drafts_take_no_page_that_others_need() -> None:
-    drafter = Scripted(6)
-    rig = rig_of(drafter, num_pages=12, max_rows=2)
-    rig.add(PROMPT, max_tokens=12)
-    rig.add([20, *PROMPT[1:]], max_tokens=12)
+@pytest.mark.parametrize("speculate", [False, True])
+def test_drafts_take_no_page_that_others_need(speculate: bool) -> None:
+    """The pages are enough for what the three compute, and not for drafts of all, so that no one is preempted."""
+    drafter = Scripted(2, 8)
+    rig = rig_of(drafter, num_pages=18, max_rows=3, num_host=0)
+    for first, max_tokens in ((PROMPT[0], 14), (20, 26), (21, 26)):
+        rig.add([first, *PROMPT[1:6]][: 5 if max_tokens == 14 else 6], max_tokens=max_tokens, speculate=speculate)
     rig.finish()
-    assert rig.scheduler.stats.preemptions <= 1
-    assert rig.outputs["r1"] == reference_output(PROMPT, 0, 12, frozenset())
+    assert rig.scheduler.stats.preemptions == 0
+    assert (drafter.num_accepted > 10) == speculate
+    assert rig.outputs["r1"] == reference_output(PROMPT[:5], 0, 14, frozenset())
 
 
 def test_recurrent_state_returns_to_that_before_the_step() -> None:
@@ -153,10 +169,23 @@ def test_recurrent_state_returns_to_that_before_the_step() -> None:
     rig.add(PROMPT, max_tokens=10)
     rig.finish()
     assert rig.outputs["r1"] == reference_output(PROMPT, 0, 10, frozenset())
-    drafted = [row for plan in plans for row in plan.rows if row.num_drafts]
-    again = [row for plan in plans for row in plan.rows if row.count > 1 and not row.num_drafts and row.start >= 11]
-    assert drafted and again, "after a rejection the accepted tokens are computed again, by a step without drafts"
-    assert {row.start for row in again} <= {row.start for row in drafted}
+    rows = [row for plan in plans for row in plan.rows]
+    again = [row for row in rows if row.num_replayed]
+    assert again, "after a rejection the accepted tokens are computed again"
+    assert any(row.num_drafts for row in again), "with drafts of the tokens after them"
+    assert {row.start for row in again} <= {row.start for row in rows if row.num_drafts}
+    assert all(row.count == row.num_replayed + 1 + row.num_drafts for row in again)
+
+
+def test_a_state_that_is_far_behind_moves_on() -> None:
+    """Drafts that are never all right take the state back each time; a step without drafts brings it to the end."""
+    rig = rig_of(Scripted(3, 1), mix="full+state", max_batch_tokens=256)
+    plans = plans_of(rig)
+    rig.add(PROMPT, max_tokens=150)
+    rig.finish()
+    assert rig.outputs["r1"] == reference_output(PROMPT, 0, 150, frozenset())
+    longest = max(row.num_replayed for plan in plans for row in plan.rows)
+    assert 8 < longest <= MAX_REPLAYED + 5 and len({row.start for plan in plans for row in plan.rows}) > 4
 
 
 def test_no_draft_crosses_a_due_snapshot() -> None:
@@ -174,16 +203,39 @@ def test_no_draft_crosses_a_due_snapshot() -> None:
     assert rig.cached["r2"] >= 48
 
 
+class InTurn:
+    """A grammar of three kinds of tokens in turn, so that no two positions after one another have the same mask."""
+
+    def allowed(self, num_sampled: int) -> list[int]:
+        return [token for token in range(VOCAB) if token % 3 == num_sampled % 3]
+
+    def mask(self, sampled: list[int]) -> bytes:
+        bits = bytearray(-(-VOCAB // 8))
+        for token in self.allowed(len(sampled)):
+            bits[token // 8] |= 1 << (token % 8)
+        return bytes(bits)
+
+
+class Grammatical(Scripted):
+    """Knows the grammar that its requests have."""
+
+    def oracle(self, request: Request, tokens: list[int]) -> int:
+        allowed = InTurn().allowed(request.num_sampled + len(tokens))
+        return allowed[shadow_oracle(request, tokens) % len(allowed)]
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("right", "wrong"), [(4, 0), (1, 3), (0, 4)])
 def test_masks_are_filled_for_each_position(right: int, wrong: int, depth: int) -> None:
     plain = rig_of(Scripted(0), depth=depth)
-    plain.add(PROMPT, max_tokens=12, grammar=OnlyEven(), speculate=False)
+    plain.add(PROMPT, max_tokens=12, grammar=InTurn(), speculate=False)
     plain.finish()
-    rig = rig_of(Scripted(right, wrong), depth=depth)
-    rig.add(PROMPT, max_tokens=12, grammar=OnlyEven())
+    drafter = Grammatical(right, wrong)
+    rig = rig_of(drafter, depth=depth)
+    rig.add(PROMPT, max_tokens=12, grammar=InTurn())
     rig.finish()
     assert rig.outputs["r1"] == plain.outputs["r1"]
+    assert drafter.num_accepted >= 4 * (right > 0)
 
 
 @pytest.mark.parametrize("mix", ["full", "all"])

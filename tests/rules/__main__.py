@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.rules.removal import Edit, Removal
 from tests.rules.removals import REMOVALS
+from tests.rules.speculation_removals import SPECULATION_REMOVALS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("quire", "tests", "docs", ".ci", "pyproject.toml", "README.md")
@@ -28,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.rules")
     parser.add_argument("--only", default="", help="rules whose row, rule or test holds these words")
     args = parser.parse_args()
-    chosen = [r for r in REMOVALS if args.only in f"{r.threat} {r.rule} {r.test}"]
+    chosen = [r for r in (*REMOVALS, *SPECULATION_REMOVALS) if args.only in f"{r.threat} {r.rule} {r.test}"]
     with tempfile.TemporaryDirectory(prefix="quire-rules-") as folder:
         tree = Path(folder)
         copy_tree(tree)

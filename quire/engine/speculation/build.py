@@ -63,9 +63,11 @@ def parse_speculate(speculate: str) -> SpeculateSetting:
     return SpeculateSetting(("prediction", *hosts), models[0] if models else None, HEAD in names)
 
 
-def make_drafter(speculate: str, network: str | None = None, verify: str = "exact") -> Drafter | None:
+def make_drafter(
+    speculate: str, network: str | None = None, verify: str = "exact", *, replays: bool = False
+) -> Drafter | None:
     """Return the drafter of a setting; None for "off". `network`: the name of the device's draft network, if any.
-    `verify`: how drafts are verified.
+    `verify`: how drafts are verified. `replays`: the model has recurrent state, see `GoodputDrafter`.
 
     Predictions of requests are used with every setting but "off", because a client sends one for that purpose.
     """
@@ -73,4 +75,5 @@ def make_drafter(speculate: str, network: str | None = None, verify: str = "exac
     if setting.is_off:
         return None
     device = DeviceProposer(network, by_position=verify == "rejection") if network is not None else None
-    return GoodputDrafter([PROPOSERS[name]() for name in PROPOSERS if name in setting.proposers], device=device)
+    hosts = [PROPOSERS[name]() for name in PROPOSERS if name in setting.proposers]
+    return GoodputDrafter(hosts, device=device, replays=replays)

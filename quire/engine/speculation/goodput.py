@@ -28,7 +28,8 @@ MAX_REST = 8  # maximum steps between two drafts of a request whose drafts do no
 ROWS_PER_REST = 2  # if no draft pays, proposers rest for one step per this many rows
 WORTH_WAITING = 1.0  # minimum accepted tokens per draft for which a request waits if steps overlap
 WAIT_TRIAL = 64  # a request with fewer waits at every 64th decision, to measure them again
-Guess = tuple[float, int, str]  # minus its probability of acceptance, its position in the draft, request id
+# Minus its probability of acceptance, its position in the draft, request id, expected tokens that it costs the step.
+Guess = tuple[float, int, str, float]
 
 
 @dataclass(slots=True)
@@ -55,11 +56,18 @@ class GoodputDrafter:
     """Implements `Drafter`."""
 
     def __init__(
-        self, proposers: Sequence[Proposer], costs: StepCosts | None = None, device: DeviceProposer | None = None
+        self,
+        proposers: Sequence[Proposer],
+        costs: StepCosts | None = None,
+        device: DeviceProposer | None = None,
+        *,
+        replays: bool = False,
     ):
-        """`proposers`: asked in order, the device's last; the first draft of a request is taken."""
+        """`proposers`: asked in order, the device's last; the first draft of a request is taken. `replays`: after a
+        rejected draft the step's accepted tokens are computed again, since the model has recurrent state."""
         self.costs = costs or StepCosts()
         self._device = device
+        self._replays = replays
         self.has_device = device is not None
         self._proposers = [*proposers, *([device] if device is not None else [])]
         self._survival = SurvivalRecord()
@@ -80,21 +88,24 @@ class GoodputDrafter:
         for request, draft in self._propose(requests):
             drafts[request.id] = draft
             self._counts[draft.source].add_drafted(len(draft.tokens))
+            before = 1.0
             for place, survival in enumerate(self._survival.correct(request, draft)[: max_drafts(request)]):
-                guesses.append((-survival, place, request.id))
+                guesses.append((-survival, place, request.id, self._tokens_of(request, place, before, survival)))
+                before = survival
         if not guesses:
             return {}
         guesses.sort()
         num_keys = sum(len(request.tokens) for request in requests)
-        count, rate = self._best(guesses, num_tokens, num_keys, budget)
+        num_replayed = sum(request.num_replayed for request in requests) if self._replays else 0
+        count, rate = self._best(guesses, num_tokens, num_tokens + num_replayed, num_keys, budget)
         if not count:
             self._rest = len(requests) // ROWS_PER_REST
-        paying = {request_id for _, _, request_id in guesses[:count]}
+        paying = {guess[2] for guess in guesses[:count]}
         for request_id in drafts:
             self._requests[request_id].settle(request_id in paying)
         if self._audits.is_due():
-            count = self._audited(count, rate, guesses, num_tokens, num_keys, budget)
-        lengths = Counter(request_id for _, _, request_id in guesses[:count])
+            count = self._audited(count, rate, guesses, num_tokens, num_tokens + num_replayed, num_keys, budget)
+        lengths = Counter(guess[2] for guess in guesses[:count])
         for request_id in lengths:
             self._requests[request_id].source = drafts[request_id].source
         return {request_id: drafts[request_id].tokens[:length] for request_id, length in lengths.items()}
@@ -144,10 +155,10 @@ class GoodputDrafter:
         if plan.proposals and proposing and self._device is not None:
             self._device.timed(max(plan.proposals.values()), proposing)
         self._audits.observe(seconds)
-        if not plan.drafts:
+        if not plan.drafts and not self._replays:
             return
         size = StepSize.of(plan)
-        if size.prompt_tokens:
+        if size.prompt_tokens or not size.num_drafts + size.num_replayed:
             return  # the gain is that of steps without prefill
         without = self.costs.seconds(size.decodes, size.num_keys * size.decodes // size.num_tokens)
         if without is not None:
@@ -165,36 +176,55 @@ class GoodputDrafter:
 
     # -- choosing -------------------------------------------------------------------------------------------------
 
-    def _best(self, guesses: list[Guess], num_tokens: int, num_keys: int, budget: int) -> tuple[int, float]:
-        """Return how many of the ranked guesses make the most expected tokens per second, and that rate."""
+    def _tokens_of(self, request: Request, place: int, before: float, survival: float) -> float:
+        """Return how many tokens a guess makes steps compute: itself, and what is replayed if it is the one rejected.
+
+        `before`: the probability that the guesses before it are accepted.
+        """
+        if not self._replays:
+            return 1.0
+        return 1.0 + (request.num_replayed + place + 1) * (before - survival)
+
+    def _best(
+        self, guesses: list[Guess], num_rows: int, num_tokens: int, num_keys: int, budget: int
+    ) -> tuple[int, float]:
+        """Return how many of the ranked guesses make the most expected tokens per second, and that rate. The step
+        computes `num_tokens` besides them."""
         base = self.costs.seconds(num_tokens, num_keys)
         if base is None:
             return 0, 0.0  # no step was timed yet: the first one has no drafts
-        keys_per_token = num_keys // max(num_tokens, 1)
-        best, best_rate, tokens = 0, num_tokens / base, float(num_tokens)
-        for count, (negative, _, _) in enumerate(guesses[:budget], start=1):
-            tokens -= negative
-            size = num_tokens + count
-            seconds = self.costs.seconds(size, size * keys_per_token)
+        keys_per_token = num_keys // max(num_rows, 1)
+        best, best_rate, made, size = 0, num_rows / base, float(num_rows), float(num_tokens)
+        for count, (negative, _, _, computed) in enumerate(guesses[:budget], start=1):
+            made -= negative
+            size += computed
+            seconds = self.costs.seconds(round(size), round(size) * keys_per_token)
             assert seconds is not None
-            if tokens / seconds > best_rate:
-                best, best_rate = count, tokens / seconds
+            if made / seconds > best_rate:
+                best, best_rate = count, made / seconds
             elif count - best >= PATIENCE:
                 break
         return best, best_rate
 
     def _audited(
-        self, count: int, rate: float, guesses: list[Guess], num_tokens: int, num_keys: int, budget: int
+        self,
+        count: int,
+        rate: float,
+        guesses: list[Guess],
+        num_rows: int,
+        num_tokens: int,
+        num_keys: int,
+        budget: int,
     ) -> int:
         """Return the opposite choice, if what it is expected to lose is within the budget of audits: no drafts if some
         pay, one draft if none does."""
         other = 0 if count else min(1, budget)
-        size = num_tokens + other
-        seconds = self.costs.seconds(size, size * (num_keys // max(num_tokens, 1)))
+        size = num_tokens + (round(guesses[0][3]) if other else 0)
+        seconds = self.costs.seconds(size, size * (num_keys // max(num_rows, 1)))
         if other == count or seconds is None or not rate:
             return count
-        tokens = num_tokens - (guesses[0][0] if other else 0.0)
-        return other if self._audits.take(max(seconds - tokens / rate, 0.0)) else count
+        made = num_rows - (guesses[0][0] if other else 0.0)
+        return other if self._audits.take(max(seconds - made / rate, 0.0)) else count
 
     # -- proposing ------------------------------------------------------------------------------------------------
 

@@ -55,8 +55,9 @@ class FaultyWorkers:
         return self._inner.forward(plan)
 
     def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Ticket:
-        rows = [row for row in forward.plan.rows if row.wants_sample]
-        spoiled = [index for index, row in enumerate(rows) if self._poison.get(row.row) == "nonfinite"]
+        # logits hold a row of a request's last token, and of each of its drafts
+        samples = [row.row for row in forward.plan.rows if row.wants_sample for _ in range(1 + row.num_drafts)]
+        spoiled = [index for index, row in enumerate(samples) if self._poison.get(row) == "nonfinite"]
         if spoiled:
             import torch
 
@@ -77,10 +78,10 @@ class FaultyWorkers:
         import torch
 
         inner: Any = self._inner
-        while not hasattr(inner, "_store"):
+        while not hasattr(inner, "store"):
             inner = inner._inner
         with torch.inference_mode():
-            for tensor in inner._store._host.values():
+            for tensor in inner.store._host.values():
                 tensor.add_(1.0)
 
 

@@ -3,8 +3,12 @@ it is required; a type is string, integer, number, boolean, a format, `a|b` for 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
+
+from quire.text.channels import FORMATS, ToolSpec, tool_grammar
+from quire.types import GrammarSpec
 
 _TYPES = ("string", "integer", "number", "boolean")
 
@@ -186,3 +190,20 @@ SCHEMAS = {
     "a language": "language_name:string! number_of_speakers:integer! writing_system:string!",
     "a game": "game_title:string! platforms:[string]! multiplayer:boolean! minimum_age:integer!",
 }
+
+
+def cases() -> list[tuple[str, list[dict[str, str]], GrammarSpec, dict[str, Any], dict[str, Any]]]:
+    """Kind, conversation, grammar, schema, and what is expected of the values."""
+    found = []
+    for call in CALLS:
+        schema = object_of(call.fields)
+        spec = tool_grammar(FORMATS["hermes"], [ToolSpec(call.name, schema, True)], "required", parallel=False)
+        assert spec is not None
+        told = f"You call functions. There is one: {json.dumps({'name': call.name, 'parameters': schema})}"
+        messages = [{"role": "system", "content": told}, {"role": "user", "content": call.question}]
+        found.append(("functions", messages, spec, schema, call.expected))
+    for topic, fields in SCHEMAS.items():
+        schema = object_of(fields)
+        messages = [{"role": "user", "content": f"Write JSON about {topic}. Be brief."}]
+        found.append(("schemas", messages, GrammarSpec.json(schema), schema, {}))
+    return found

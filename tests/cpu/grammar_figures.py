@@ -19,9 +19,8 @@ from quire import LLM, GrammarSpec, SamplingParams
 from quire.engine.grammar.canonical_tokens import Encode
 from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.grammar.matcher import GrammarCompiler
-from quire.text.channels import ToolSpec, tool_grammar
 from quire.text.tokenizer import Tokenizer
-from tests.cpu.grammar_cases import CALLS, SCHEMAS, object_of
+from tests.cpu.grammar_cases import cases
 
 WAYS = ("byte by byte", "longest tokens", "the model's tokens")
 MAX_TOKENS = 160
@@ -38,23 +37,6 @@ def make_compiler(tokenizer: Tokenizer, way: str) -> GrammarCompiler:
 
     encode: dict[str, Encode | None] = dict(zip(WAYS, (spell, None, tokenizer.encode_inside), strict=True))
     return GrammarCompiler(tokens, tokenizer.eos_ids, special_ids=special, encode=encode[way])
-
-
-def cases() -> list[tuple[str, list[dict[str, str]], GrammarSpec, dict[str, Any], dict[str, Any]]]:
-    """Kind, conversation, grammar, schema, and what is expected of the values."""
-    found = []
-    for call in CALLS:
-        schema = object_of(call.fields)
-        spec = tool_grammar("hermes", [ToolSpec(call.name, schema, True)], "required", parallel=False)
-        assert spec is not None
-        told = f"You call functions. There is one: {json.dumps({'name': call.name, 'parameters': schema})}"
-        messages = [{"role": "system", "content": told}, {"role": "user", "content": call.question}]
-        found.append(("functions", messages, spec, schema, call.expected))
-    for topic, fields in SCHEMAS.items():
-        schema = object_of(fields)
-        messages = [{"role": "user", "content": f"Write JSON about {topic}. Be brief."}]
-        found.append(("schemas", messages, GrammarSpec.json(schema), schema, {}))
-    return found
 
 
 def value_of(kind: str, text: str) -> Any:

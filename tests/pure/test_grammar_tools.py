@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from quire.text.channels import (
     tool_grammar,
 )
 from quire.types import GrammarSpec, QuireError
+from tests.cpu.grammar_cases import cases
 
 WEATHER = ToolSpec(
     "get_weather",
@@ -207,3 +209,13 @@ def test_with_tools_an_answer_that_is_bound_may_also_be_a_call(
         tokens = encode(wrong)
         assert grammar.advance(tokens) is None and grammar.error is not None, "free text is neither"
     assert tool_grammar(FORMATS[name], [CLOCK], "auto", answer=GrammarSpec.ebnf('start: "a"')) is None
+
+
+def test_the_cases_of_the_figures_can_be_written(compiler: GrammarCompiler) -> None:
+    """`python -m tests.cpu.grammar_figures` runs by hand only; its functions and schemas must stay usable."""
+    found = cases()
+    kinds = Counter(kind for kind, *_ in found)
+    assert kinds["functions"] >= 20 and kinds["schemas"] >= 40
+    for _, _, spec, _, _ in found:
+        grammar = compiler.compile(spec)
+        assert grammar.error is None and any(grammar.mask([]))

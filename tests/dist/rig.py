@@ -1,0 +1,133 @@
+"""Groups of ranks that are threads of the test's process, as the workers of an engine.
+
+Each rank loads its own share of a checkpoint once. Every engine made from it has rank loops of its own, in threads that
+end when the engine is closed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from quire.cache.memory import MemoryPlan
+from quire.config import Config
+from quire.config_build import override_config
+from quire.engine.loop import Engine
+from quire.models.model import Model
+from quire.parallel.in_memory import ThreadCommunicator, make_group
+from quire.ranks.group import RankGroup
+from quire.ranks.rank_loop import RankLoop
+from quire.ranks.shared_sampler import SharedSampler
+from quire.ranks.thread_links import ThreadLink
+from quire.startup.assemble import build_runner, engine_of
+from tests.cpu.families.harness import CHUNK, PAGE_TOKENS, Case, Family, Witness, run
+from tests.cpu.rig import CPU, LateDevice, load
+
+MAX_LEN = 256
+SECONDS = 300.0  # deadline of an operation, on a machine that may be busy
+
+
+class ThreadRanks:
+    """The ranks of one checkpoint, with their models."""
+
+    def __init__(self, folder: Path, tp: int, page_tokens: int = PAGE_TOKENS, **how: Any):
+        self.communicators = make_group(tp, SECONDS)
+        self.models = [
+            load(folder, page_tokens, communicator=communicator, **how) for communicator in self.communicators
+        ]
+        self._open: list[Engine] = []
+
+    def engine(self, *, late: bool = False, drafter: Any = None, **knobs: Any) -> Engine:
+        """Returns an engine whose workers are these ranks."""
+        knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": PAGE_TOKENS,
+                 "step_target_ms": 0, "speculate": "off", **knobs}  # fmt: skip
+        config = override_config(Config(), knobs)
+        agreement = Agreement(len(self.models))
+        links = [ThreadLink(rank, SECONDS) for rank in range(len(self.models))]
+        for communicator, model, link in zip(self.communicators, self.models, links, strict=True):
+            arguments = (communicator, model, link, config, agreement)
+            threading.Thread(target=run_rank, args=arguments, name=f"rank {communicator.rank}", daemon=True).start()
+        memory = agreement.wait()
+        engine = engine_of(RankGroup([link.engine for link in links], answering=0), memory, config, CPU, drafter)
+        if late:
+            engine.workers = LateDevice(engine.workers)
+        self._open.append(engine)
+        return engine
+
+    def close(self) -> None:
+        for engine in self._open:
+            engine.workers.close()
+        self._open.clear()
+
+
+class Agreement:
+    """Where ranks agree on the smallest of their caches."""
+
+    def __init__(self, size: int):
+        self._barrier = threading.Barrier(size + 1)
+        self._plans: list[MemoryPlan] = []
+
+    def agree(self, plan: MemoryPlan) -> MemoryPlan:
+        self._plans.append(plan)
+        self._barrier.wait(SECONDS)
+        return self._smallest(plan)
+
+    def wait(self) -> MemoryPlan:
+        self._barrier.wait(SECONDS)
+        return self._smallest(self._plans[0])
+
+    def _smallest(self, plan: MemoryPlan) -> MemoryPlan:
+        units = tuple(map(min, zip(*(other.num_units for other in self._plans), strict=True)))
+        hosts = [other.num_host_units for other in self._plans]
+        host = None if None in hosts else tuple(map(min, zip(*(other or () for other in hosts), strict=True)))
+        return replace(plan, num_units=units, num_host_units=host)
+
+
+def run_rank(
+    communicator: ThreadCommunicator, model: Model, link: ThreadLink, config: Config, agreement: Agreement
+) -> None:
+    """Runs one rank until its link ends. If it fails, so do the operations of the others."""
+    try:
+        share: Callable[..., Any] = partial(SharedSampler, communicator=communicator, source=0)
+        runner, _ = build_runner(
+            model, config, MAX_LEN, CPU, share_samples=share, agree=agreement.agree, num_ranks=communicator.size
+        )
+        RankLoop(runner, link.rank, answers=communicator.rank == 0).run()
+    except BaseException:
+        communicator.leave()
+        link.rank.end()
+        raise
+
+
+class GroupCase(Case):
+    """A family on several ranks. What it must sample is what one rank samples."""
+
+    def __init__(self, one: Case, tp: int):
+        self.one = one
+        self.family, self.folder, self.device = one.family, one.folder, one.device
+        self.page_tokens, self.prompts, self.model = one.page_tokens, one.prompts, one.model
+        self.ranks = ThreadRanks(one.folder, tp)
+
+    @cached_property
+    def first_run(self) -> tuple[Engine, Witness, list[list[int]]]:
+        engine = self.engine(chunk_tokens=CHUNK)
+        witness = Witness(engine)
+        tokens = run(engine, self.prompts)
+        engine.workers = witness.inner
+        return engine, witness, tokens
+
+    @cached_property
+    def expected(self) -> list[list[int]]:
+        return self.one.first_run[2]
+
+    def engine(self, model: Model | None = None, **knobs: Any) -> Engine:
+        assert model is None
+        return self.ranks.engine(**{"max_rows": 8, "num_pages": 400, **self.family.knobs, **knobs})
+
+
+def family_named(name: str, families: list[Family]) -> Family:
+    return next(family for family in families if family.name == name)

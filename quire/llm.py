@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -275,6 +276,8 @@ class LLM:
                 if delta.finish_reason is not None:
                     del self._replies[delta.request_id]
                 self._num_ended += stop is not None or delta.finish_reason is not None
+            for fault in self._engine.scheduler.cache.take_faults():
+                warnings.warn(fault.what, RuntimeWarning, stacklevel=2)  # once for each kind of failure
             self._leave()
 
     def _forget(self, opened: list[_Open]) -> None:

@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import lease_of, token_bytes
@@ -23,10 +23,18 @@ class Explanation:
     cached_len: int  # tokens that a request would take from the cache now
     diverged_at: int | None  # first token after the longest cached prefix; None: all of them are known
     reason: str
+    # Tokens of the prefix that each tier and those above it hold, the device first.
+    tiers: dict[str, int] = field(default_factory=dict)
 
 
 def explain(index: CacheIndex, tokens: list[int], salt: bytes = b"") -> Explanation:
     """Compare a prompt with the cached prefixes of the same salt."""
+    found = _explain_device(index, tokens, salt)
+    found.tiers = dict(index.reach(_probe(index, tokens, salt)))
+    return found
+
+
+def _explain_device(index: CacheIndex, tokens: list[int], salt: bytes) -> Explanation:
     size = index.page_tokens
     request = _probe(index, tokens, salt)
     lease = lease_of(request)

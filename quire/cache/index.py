@@ -20,7 +20,7 @@ from quire.cache.memory import unit_bytes
 from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
 from quire.cache.tiers.host import HostTier
-from quire.cache.tiers.seam import BlockId
+from quire.cache.tiers.seam import BlockId, TierFault, TierStats
 from quire.cache.tiers.stack import TierStack
 from quire.cache.tiers.stored import HostUnits, StoredTier
 from quire.cache.tree import ABSENT, Node, PrefixTree
@@ -323,6 +323,32 @@ class CacheIndex:
         resident = [block for block in blocks if self.host.has(block)]
         below = [block for block in blocks if not self.host.has(block)]
         return self.tiers.stage(request, below, resident, seconds(longer.length - match.length, match.length))
+
+    def tier_stats(self) -> list[tuple[str, TierStats]]:
+        """Return the name and the counters of each tier below the device."""
+        if not self.host.keeps_blocks:
+            return []
+        return [("host", self.host.measure()), *((store.name, store.measure()) for store in self.stores)]
+
+    def take_faults(self) -> list[TierFault]:
+        """Return the kinds of failures of stores that came for the first time since the last call."""
+        return [] if self.tiers is None else self.tiers.take_faults()
+
+    def reach(self, request: Request) -> list[tuple[str, int]]:
+        """Return how many tokens of a request's prefix each tier and those above it hold, the device first."""
+        match = self.match(request)
+        found = [("device", match.length)]
+        if not self.host.keeps_blocks or not self._may_share(request):
+            return found
+        match = self._with_host(request, match)
+        found.append(("host", match.length))
+        keys = lease_of(request).keys[: (len(request.tokens) - 1) // self.page_tokens]
+        above: list[Callable[[BlockId], bool]] = [self.host.has]
+        for store in self.stores:
+            above.append(store.has)
+            match = self._lookup.extend(keys, match, lambda g, i: any(has(self._block(request, g, i)) for has in above))
+            found.append((store.name, match.length))
+        return found
 
     def abandon(self) -> None:
         """Forget what the copies of all steps in flight were to store, because they failed and will not commit."""

@@ -103,6 +103,10 @@ class Engine:
         if self.awaits_transfers and not any(store.has_ended for store in self.scheduler.cache.stores):
             ended.wait(seconds)
 
+    def poll_transfers(self) -> None:
+        """Take note of transfers between cache tiers that have ended, while no turn does."""
+        self.scheduler.table.loaded(self.scheduler.cache.poll())
+
     def save(self) -> None:
         """Hand what the cache holds to its stores, and wait until it is written. Only while no request is open."""
         while self.scheduler.cache.has_stores:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from quire.engine.host.wire import TierUsage
 from quire.engine.limits import SpeculationStats
 
 if TYPE_CHECKING:
@@ -30,12 +31,15 @@ class EngineCollector:
         ("lookup_tokens", "Prompt tokens looked up in the prefix cache"),
         ("hit_tokens", "Prompt tokens found in the prefix cache"),
         ("evicted_units", "Pages and state slots evicted from the prefix cache"),
+        ("loaded_tokens", "Prompt tokens found in a tier of the cache below the device"),
+        ("refused_loads", "Loads from a store that computing was expected to beat"),
         ("busy_seconds", "Seconds in which the loop had work"),
     )
     GAUGES = (
         ("running", "Requests that hold a row"),
         ("waiting", "Requests in the queue"),
         ("held", "Requests that wait for a prefix that another request computes"),
+        ("loading", "Requests that wait for blocks from a store"),
     )
 
     def __init__(self, fleet: Fleet):
@@ -77,10 +81,35 @@ class EngineCollector:
         total = [((group.name,), float(group.num_units)) for group in beat.groups]
         free = [((group.name,), float(group.num_available)) for group in beat.groups]
         yield _gauge("quire_engine_cache_units", "Pages or slots of a group", total, "group")
+        yield from _tiers(beat.tiers)
         yield from _speculation(beat.speculation or SpeculationStats())
         yield _gauge(
             "quire_engine_cache_available", "Pages or slots that are free or only in the prefix cache", free, "group"
         )
+
+
+TIER_GAUGES = (
+    ("num_bytes", "bytes", "Bytes of KV cache in a tier"),
+    ("num_blocks", "blocks", "Blocks in a tier: units of host memory, files of a store"),
+    ("queued", "queued", "Transfers of a tier that are queued or under way"),
+)
+TIER_COUNTERS = (
+    ("hits", "hits", "Blocks loaded from a tier"),
+    ("stores", "stores", "Blocks stored in a tier"),
+    ("loaded_bytes", "loaded_bytes", "Bytes loaded from a tier"),
+    ("stored_bytes", "stored_bytes", "Bytes stored in a tier"),
+    ("drops", "drops", "Blocks not stored for lack of room or because the queue was full"),
+    ("evictions", "evictions", "Blocks evicted from a tier"),
+    ("failures", "failures", "Loads and stores that failed"),
+    ("corrupt", "corrupt", "Blocks refused because they were damaged or foreign"),
+)
+
+
+def _tiers(tiers: Sequence[TierUsage]) -> Iterator[tuple[Any, Values]]:
+    for make, families in ((_gauge, TIER_GAUGES), (_counter, TIER_COUNTERS)):
+        for field, name, text in families:
+            values = _by_name({tier.name: getattr(tier, field) for tier in tiers})
+            yield make(f"quire_engine_tier_{name}", text, values, "tier")
 
 
 def _speculation(stats: SpeculationStats) -> Iterator[tuple[Any, Values]]:

@@ -136,7 +136,7 @@ def stats_body(server: Server) -> dict[str, Any]:
     }
 
 
-_NESTED = ("groups", "recent", "speculation")
+_NESTED = ("groups", "recent", "speculation", "tiers")
 
 
 def _as_dict(beat: Any) -> dict[str, Any]:
@@ -146,7 +146,9 @@ def _as_dict(beat: Any) -> dict[str, Any]:
         for g in beat.groups
     ]
     recent = [step._asdict() for step in beat.recent]
-    return {**fields, "groups": groups, "recent": recent, "speculation": _speculation(beat.speculation)}
+    tiers = [msgspec.structs.asdict(tier) for tier in beat.tiers]
+    speculation = _speculation(beat.speculation)
+    return {**fields, "groups": groups, "recent": recent, "tiers": tiers, "speculation": speculation}
 
 
 def _speculation(stats: SpeculationStats | None) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client")
 from quire.client.engine_client import EngineClient
 from quire.client.fleet import Fleet, Replica
 from quire.client.supervisor import Supervisor, SupervisorLimits
-from quire.engine.host.wire import Beat, GroupUsage
+from quire.engine.host.wire import Beat, GroupUsage, TierUsage
 from quire.engine.limits import ProposerCounts, SpeculationStats
 from quire.server.metrics import Metrics
 from quire.types import Timing, Usage
@@ -37,6 +37,8 @@ def make_text() -> str:
         running=2,
         groups=[GroupUsage("full", 10, 7)],
         transitions={"turn": 5},
+        tiers=[TierUsage("disk", num_bytes=4096, hits=3, corrupt=2)],
+        loaded_tokens=48,
         speculation=SpeculationStats([ProposerCounts("suffix", [9, 4], [7, 2], [5, 3], [4, 1], 2)], 1.5, 6, 0.004),
     )
     supervisor = Supervisor(client, lambda settings: None, {}, SupervisorLimits(1, 1.0, 1.0, None, "same"))

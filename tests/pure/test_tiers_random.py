@@ -15,9 +15,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire.cache.explain import explain
 from quire.cache.tiers.blocks import BlockLayout, BlockPart, layouts_of
 from quire.cache.tiers.folder import StoredFile
 from quire.cache.tiers.stored import StoredTier
+from quire.engine.host.process import beat_of
 from quire.types import Status
 from tests.pure.shadow import MIXES, VOCAB, Rig, reference_output
 
@@ -256,4 +258,33 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
     again.engine.save()
     again.scheduler.check()
     assert again.cache.ledger.num_unreachable() == 0
+    tier.close()
+
+
+def test_people_see_what_each_tier_holds_and_why_one_fails() -> None:
+    rng = random.Random(SEED)
+    store = BadStore(rng, 0.0)
+    rig = make_rig("full", 1, rng)
+    tier = attach(rig, store)
+    prompt = [rng.randrange(VOCAB) for _ in range(100)]
+    rig.add(prompt, max_tokens=1)
+    finish(rig)
+    rig.engine.save()
+    assert explain(rig.cache, prompt).tiers == {"device": 96, "host": 96, "disk": 96}
+    usage = {one.name: one for one in beat_of(rig.engine).tiers}
+    assert usage["disk"].stores == usage["disk"].num_blocks == usage["host"].num_blocks == 6
+    assert usage["disk"].num_bytes == sum(map(len, store.files.values())) and usage["disk"].queued == 0
+    tier.close()
+    again = make_rig("full", 1, rng)
+    tier = attach(again, store)
+    assert explain(again.cache, prompt).tiers == {"device": 0, "host": 0, "disk": 96}
+    assert explain(again.cache, prompt, b"someone else").tiers == {"device": 0, "host": 0, "disk": 0}
+    for name, data in store.files.items():
+        store.files[name] = data[:-1]
+    again.add(prompt, max_tokens=1)
+    finish(again)
+    beat = beat_of(again.engine)
+    assert beat.tiers[1].corrupt > 0 and beat.tiers[1].hits == 0
+    (fault,) = again.cache.take_faults()
+    assert "disk tier" in fault.what and again.cache.take_faults() == []
     tier.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from quire.cache.pool import Pool
 from quire.cache.tiers.seam import BlockId, BlockTransfer, TierStats
@@ -232,6 +233,13 @@ class HostTier:
     @property
     def num_blocks(self) -> int:
         return sum(map(len, self._blocks))
+
+    def measure(self) -> TierStats:
+        """Return the counters, with what the tier holds now."""
+        self.stats.num_blocks = self.num_blocks
+        self.stats.num_bytes = sum(map(mul, map(len, self._blocks), self._unit_bytes))
+        self.stats.queued = len(self._arriving) + len(self._expected)
+        return self.stats
 
     def blocks(self) -> Iterator[tuple[BlockId, int]]:
         """Yield every block and its unit, also those not visible yet or any more."""

@@ -147,12 +147,16 @@ class StoredTier:
                 stats.stores += 1
                 stats.stored_bytes += job.num_bytes
             ended.append(BlockTransfer(job.block, job.unit, job.is_load, job.ok))
-        with self._lock:
-            self.stats.queued = len(self._jobs) + self._num_active
-            self.stats.num_blocks = len(self._sizes)
         return ended
 
     # -- queries --------------------------------------------------------------------------------------------------
+
+    def measure(self) -> TierStats:
+        """Return the counters, with what the tier holds now."""
+        with self._lock:
+            self.stats.queued = len(self._jobs) + self._num_active
+            self.stats.num_blocks = len(self._sizes)
+        return self.stats
 
     @property
     def is_idle(self) -> bool:
@@ -325,7 +329,6 @@ class StoredTier:
         with self._lock:
             self._sizes = OrderedDict((file.name, file.num_bytes) for file in found)
             self.stats.num_bytes = sum(self._sizes.values())
-            self.stats.num_blocks = len(self._sizes)
 
     def _scan_again(self) -> None:
         """Find what other engines store and delete."""

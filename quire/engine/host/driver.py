@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.cache.tiers.seam import TierFault
 from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.host.wire import MAX_TEXT, IntegrityCheck, IntegrityReport
 from quire.engine.loop import Engine, StepFault
@@ -37,7 +38,7 @@ class Wake:
 
 
 Message = Request | Cancel | Stop | Wake | IntegrityCheck
-Report = StepFault | IntegrityReport
+Report = StepFault | IntegrityReport | TierFault
 
 
 class Mailbox(Protocol):
@@ -83,14 +84,19 @@ class EngineDriver:
         try:
             while self._accept():
                 self._admit_compiled()
+                for tier_fault in self._engine.scheduler.cache.take_faults():
+                    self._mailbox.report(tier_fault)
                 if self._engine.has_work:
                     self._engine.turn(self._send)
                     for fault in self._engine.take_faults():
                         self._mailbox.report(fault)
+                    if not self._engine.has_work:
+                        self._engine.poll_transfers()  # starts to write what the last step copied to host memory
                 elif self._grammars is not None and len(self._grammars):
                     self._grammars.wait(GRAMMAR_WAIT_SECONDS)
                 else:
                     self._engine.run_warm_up()  # warm-up work, while no request waits
+                    self._engine.poll_transfers()
             self._cancel_all()
         except BaseException as error:
             self.failure = _failure(error)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from quire.cache.tiers.seam import TierFault
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.grammar.compile_queue import GrammarQueue
@@ -223,6 +224,8 @@ class SocketMailbox:
             ids = [report.culprit] if report.culprit is not None else list(report.suspects)
             kind = "step_failed" if report.culprit is not None else "step_split"
             self._socket.send(wire.Fault(kind, f"{report.code}: {report.what}", ids))
+        elif isinstance(report, TierFault):
+            self._socket.send(wire.Fault("cache_tier", report.what[: wire.MAX_TEXT]))
         else:
             self._socket.send(report)
 
@@ -244,7 +247,7 @@ class SocketMailbox:
 def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
     scheduler = engine.scheduler
     stats, cache = scheduler.stats, scheduler.cache
-    running, waiting = len(scheduler.running), len(scheduler.waiting)
+    running, waiting, loading = len(scheduler.running), len(scheduler.waiting), len(scheduler.table.loading)
     return wire.Beat(
         steps=stats.steps,
         computed_tokens=stats.computed_tokens,
@@ -253,7 +256,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         ended=stats.ended,
         running=running,
         waiting=waiting,
-        held=len(scheduler.requests) - running - waiting,
+        held=len(scheduler.requests) - running - waiting - loading,
         lookup_tokens=cache.stats.lookup_tokens,
         hit_tokens=cache.stats.hit_tokens,
         evicted_units=cache.stats.evicted_units,
@@ -273,6 +276,10 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         transitions=dict(engine.states.counts),
         at=scheduler.clock(),
         speculation=scheduler.speculation,
+        tiers=[wire.TierUsage(name, **asdict(stats)) for name, stats in cache.tier_stats()],
+        loading=loading,
+        loaded_tokens=cache.stats.loaded_tokens,
+        refused_loads=cache.tiers.num_refused if cache.tiers is not None else 0,
     )
 
 

@@ -126,6 +126,23 @@ class GroupUsage(msgspec.Struct, array_like=True, frozen=True):
     num_cached: int = 0  # of `num_available`, those in the prefix tree
 
 
+class TierUsage(msgspec.Struct, array_like=True, frozen=True):
+    """What one tier of the cache holds, and its counters since the start."""
+
+    name: str
+    num_blocks: int = 0
+    num_bytes: int = 0
+    hits: int = 0  # blocks loaded
+    stores: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    drops: int = 0  # stores without room or with a full queue
+    evictions: int = 0
+    failures: int = 0
+    corrupt: int = 0
+    queued: int = 0  # transfers under way
+
+
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     """The loop's counters, sent regularly between steps. Beats stop when a step hangs."""
 
@@ -151,6 +168,10 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     transitions: dict[str, int] = {}
     at: float = 0.0  # time of sending on the machine's monotonic clock, since a busy reader receives several at once
     speculation: SpeculationStats | None = None  # None without it
+    tiers: Annotated[list[TierUsage], Meta(max_length=16)] = []  # below the device; empty without a host cache
+    loading: int = 0  # requests that wait for blocks of a store
+    loaded_tokens: int = 0  # of `hit_tokens`, those that came from below the device
+    refused_loads: int = 0  # loads that computing was expected to beat
 
 
 class Fault(msgspec.Struct, tag="fault", array_like=True, frozen=True):

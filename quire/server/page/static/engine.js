@@ -22,6 +22,8 @@ class EngineView {
     const { running, waiting, rate, hits, drafts, preemptions, failures } = this.figures;
     this.problem = h("p.problem", { role: "alert", hidden: true });
     this.cache = h("div.cache");
+    this.tierRows = h("tbody");
+    this.tiers = tierTable(this.tierRows);
     this.open = h("tbody");
     this.noneOpen = h("p.muted", {}, "Nothing runs at the moment.");
     this.openTable = h(
@@ -76,6 +78,7 @@ class EngineView {
       ),
       h("h2", {}, "Cache"),
       this.cache,
+      this.tiers,
       h("h2", {}, "Open requests"),
       this.noneOpen,
       this.openTable,
@@ -94,6 +97,8 @@ class EngineView {
     for (const plot of this.plots) plot.update(feed.points);
     this.steps.update(feed.steps);
     this.cache.replaceChildren(...now.groups.map(cacheBar));
+    this.tiers.hidden = !now.tiers?.length;
+    this.tierRows.replaceChildren(...(now.tiers ?? []).map(tierRow));
     this.noneOpen.hidden = feed.open.length > 0;
     this.openTable.hidden = feed.open.length === 0;
     this.open.replaceChildren(...feed.open.map(openRow));
@@ -275,6 +280,35 @@ function cacheBar(group) {
         ),
       ),
     ),
+  );
+}
+
+/** The table of the tiers below the device, whose rows are kept up to date. */
+function tierTable(rows) {
+  const names = ["Tier", "Bytes", "Hits", "Loaded", "Stored", "Queued", "Dropped", "Failed"];
+  const head = names.map((name, place) => h(place ? "th.right" : "th", {}, name));
+  return h(
+    "div.table",
+    { tabindex: "0", hidden: true },
+    h("table.figures-table", {}, h("thead", {}, h("tr", {}, head)), rows),
+  );
+}
+
+function tierRow(tier) {
+  const figures = [
+    `${short(tier.num_bytes)}B`,
+    count(tier.hits),
+    `${short(tier.loaded_bytes)}B`,
+    `${short(tier.stored_bytes)}B`,
+    count(tier.queued),
+    count(tier.drops),
+    count(tier.failures),
+  ];
+  return h(
+    "tr",
+    {},
+    h("td", {}, tier.name),
+    figures.map((figure) => h("td.right", {}, figure)),
   );
 }
 

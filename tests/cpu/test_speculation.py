@@ -109,6 +109,7 @@ GRAMMARS = {
     "json": GrammarSpec.json({"type": "object", "properties": {"name": {"type": "string"}, "city": {"enum": ["12"]}},
                               "required": ["name", "city"], "additionalProperties": False}),
     "regex": GrammarSpec.regex("(true|null|12)( (true|null|12))*"),
+    "skeleton": GrammarSpec.regex("(true|null): the name of the city is 12(true|null) and ends in 12 days"),
     "thinking": GrammarSpec("choice", '["true", "null"]', after_reasoning=(END_OF_THINKING,), budget=5),
     "long thinking": GrammarSpec("free", after_reasoning=(END_OF_THINKING,), budget=9),
 }  # fmt: skip

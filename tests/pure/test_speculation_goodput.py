@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from quire.engine.speculation.audit import MAX_SHARE, MIN_INTERVAL, AuditBudget
-from quire.engine.speculation.goodput import WAIT_TRIAL, GoodputDrafter
+from quire.engine.speculation.goodput import ROWS_PER_LOOK, WAIT_TRIAL, GoodputDrafter
 from quire.engine.speculation.seam import Draft
 from quire.engine.speculation.survival import SurvivalRecord
 from quire.engine.step_costs import StepCosts
@@ -159,18 +160,52 @@ def test_audits_do_the_other_choice_for_half_a_percent_of_the_time(
         assert verified <= 40 + stats.audits, "one draft each"
 
 
-def test_a_request_without_drafts_is_not_waited_for() -> None:
-    """Where steps overlap, waiting for a token to draft after it costs time, so silent requests stop being asked."""
+def in_flight(one: Request) -> Request:
+    """The request while a step samples its next token."""
+    return replace(one, pending=1)
+
+
+def test_requests_with_much_to_draft_are_waited_for_where_steps_overlap() -> None:
+    """Waiting for a token to draft after it costs a step, so drafts of the tokens after it must be worth more."""
     guesses = Guesses(random.Random(SEED), right=1.0, claimed=0.9)
     drafter, ask = GoodputDrafter([guesses]), request()
     run(drafter, [ask], flat, 20)
-    assert all(drafter.waits(ask) for _ in range(100))
+    assert all(drafter.waits(in_flight(ask)) for _ in range(100))
     guesses.silent = True
-    run(drafter, [ask], flat, 20)
-    assert sum(drafter.waits(ask) for _ in range(WAIT_TRIAL * 10)) == 10, "but for a trial now and then"
+    assert not any(drafter.waits(in_flight(ask)) for _ in range(100))
     guesses.silent = False
-    run(drafter, [ask], flat, 4)
-    assert all(drafter.waits(ask) for _ in range(10))
+    assert all(drafter.waits(in_flight(ask)) for _ in range(10)), "noticed at once"
+    other = GoodputDrafter([Guesses(random.Random(SEED), right=1.0, claimed=0.3)])
+    two = [in_flight(request("a")), in_flight(request("b"))]
+    assert not any(other.waits(one) for _ in range(10) for one in two), "too doubtful"
+
+
+def test_requests_whose_drafts_do_not_pay_are_seldom_waited_for() -> None:
+    guesses = Guesses(random.Random(SEED), right=1.0, claimed=0.9)
+    drafter, ask = GoodputDrafter([guesses]), request()
+    run(drafter, [ask], steep, 20)
+    waited = 0
+    for _ in range(WAIT_TRIAL * 10):
+        if drafter.waits(in_flight(ask)):
+            waited += 1
+            run(drafter, [ask], steep, 1)  # drafts after the token, which do not pay
+        else:
+            ask.tokens.append(len(ask.tokens))
+            observe(drafter, Plan(0, [PlanRow(ask.id, 0, len(ask.tokens) - 2, 1, 0, True)]), steep(1))
+    assert 5 <= waited <= 30, f"{waited}: now and then, to notice when they do"
+
+
+def test_many_rows_are_looked_at_in_turn() -> None:
+    guesses = Guesses(random.Random(SEED), right=1.0, claimed=0.9)
+    drafter, rows = GoodputDrafter([guesses]), [request(str(i)) for i in range(ROWS_PER_LOOK * 8)]
+    for one in rows:
+        drafter.waits(in_flight(one))
+    for _ in range(9):
+        before = guesses.num_calls
+        for one in rows:
+            drafter.waits(in_flight(one))
+        assert 0 < guesses.num_calls - before <= len(rows) / 4
+    assert len(rows) <= guesses.num_calls <= 3 * len(rows)
 
 
 def test_without_budget_no_audit_is_made() -> None:

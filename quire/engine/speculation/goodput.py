@@ -26,8 +26,11 @@ LENGTH = 12  # maximum guesses of one draft
 PATIENCE = 8  # the search for the best number of guesses ends after this many without a better rate
 MAX_REST = 8  # maximum steps between two drafts of a request whose drafts do not pay
 ROWS_PER_REST = 2  # if no draft pays, proposers rest for one step per this many rows
-WORTH_WAITING = 1.0  # minimum accepted tokens per draft for which a request waits if steps overlap
-WAIT_TRIAL = 64  # a request with fewer waits at every 64th decision, to measure them again
+# Expected accepted drafts for which a request waits if steps overlap: beside others it misses one of their steps, alone
+# it waits for the host only.
+WORTH_WAITING, WORTH_WAITING_ALONE = 1.0, 0.5
+WAIT_TRIAL = 64  # a request whose drafts did not pay waits at every 64th decision at most, to notice when they do
+ROWS_PER_LOOK = 16  # with many rows each is looked at for drafts worth waiting for in one of several steps
 # Minus its probability of acceptance, its position in the draft, request id, expected tokens that it costs the step.
 Guess = tuple[float, int, str, float]
 
@@ -38,16 +41,16 @@ class _Drafting:
 
     rest: int = 0  # steps until the proposers are asked again
     pause: int = 1  # steps from one draft to the next
-    accepted: float = 1.0  # running mean of correct guesses per draft
-    num_decisions: int = 0
+    num_decisions: int = 0  # whether to wait for it
+    has_waited: bool = False  # for its token in flight, to draft after that
+    is_in_vain: bool = False  # the drafts for which it waited last did not pay
     source: str = ""  # the proposer of the drafts in flight
     barred: set[str] = field(default_factory=set)  # proposers that have raised an error for it
 
-    def learn(self, num_right: int) -> None:
-        self.accepted += 0.2 * (num_right - self.accepted)
-
     def settle(self, paid: bool) -> None:
         """Double the interval after each draft that did not pay."""
+        self.is_in_vain = not paid and (self.is_in_vain or self.has_waited)
+        self.has_waited = False
         self.pause = 1 if paid else min(2 * self.pause, MAX_REST)
         self.rest = self.pause - 1
 
@@ -69,6 +72,7 @@ class GoodputDrafter:
         self._device = device
         self._replays = replays
         self.has_device = device is not None
+        self._hosts = list(proposers)
         self._proposers = [*proposers, *([device] if device is not None else [])]
         self._survival = SurvivalRecord()
         self._requests: dict[str, _Drafting] = {}
@@ -81,7 +85,6 @@ class GoodputDrafter:
 
     def draft(self, requests: Sequence[Request], num_tokens: int, budget: int) -> dict[str, list[int]]:
         if self._rest > 0:
-            self._rest -= 1
             return {}
         guesses: list[Guess] = []
         drafts: dict[str, Draft] = {}
@@ -99,7 +102,7 @@ class GoodputDrafter:
         num_replayed = sum(request.num_replayed for request in requests) if self._replays else 0
         count, rate = self._best(guesses, num_tokens, num_tokens + num_replayed, num_keys, budget)
         if not count:
-            self._rest = len(requests) // ROWS_PER_REST
+            self._rest = 1 + len(requests) // ROWS_PER_REST  # this step's end takes one off
         paying = {guess[2] for guess in guesses[:count]}
         for request_id in drafts:
             self._requests[request_id].settle(request_id in paying)
@@ -111,11 +114,24 @@ class GoodputDrafter:
         return {request_id: drafts[request_id].tokens[:length] for request_id, length in lengths.items()}
 
     def waits(self, request: Request) -> bool:
+        num_rows = len(self._requests)
         state = self._requests.get(request.id)
-        if state is None:
-            return True  # until its first draft has an outcome
+        if state is None:  # rows are looked at in turn
+            state = self._requests[request.id] = _Drafting(num_decisions=num_rows)
         state.num_decisions += 1
-        return state.accepted >= WORTH_WAITING or state.num_decisions % WAIT_TRIAL == 0
+        interval = WAIT_TRIAL if state.is_in_vain else 1 + num_rows // ROWS_PER_LOOK
+        if self._rest > 0 or state.num_decisions % interval:
+            return False
+        self._score(request)
+        for _, draft in self._find(self._hosts, [request]):
+            self._counts[draft.source].add_drafted(len(draft.tokens))
+            # The first guess is that of the token in flight. Where a grammar forces several tokens, all are certain.
+            worth = WORTH_WAITING if num_rows > 1 else WORTH_WAITING_ALONE
+            state.has_waited = sum(self._survival.correct(request, draft)[request.pending :]) >= worth
+            if state.has_waited:
+                state.rest = 0
+            return state.has_waited
+        return False
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         state = self._requests.get(request.id)
@@ -155,6 +171,7 @@ class GoodputDrafter:
         if plan.proposals and proposing and self._device is not None:
             self._device.timed(max(plan.proposals.values()), proposing)
         self._audits.observe(seconds)
+        self._rest = max(self._rest - 1, 0)
         if not plan.drafts and not self._replays:
             return
         size = StepSize.of(plan)
@@ -235,17 +252,24 @@ class GoodputDrafter:
             state = self._requests.get(request.id)
             if state is None:
                 state = self._requests[request.id] = _Drafting()
-            scored = self._survival.score(request)
-            if scored is not None:
-                source, num_right = scored
-                state.learn(num_right)
-                self._counts[source].add_right(num_right)
+            self._score(request)
             if state.rest > 0:
                 state.rest -= 1
             else:
                 silent.append(request)
+        return self._find(self._proposers, silent)
+
+    def _score(self, request: Request) -> None:
+        """Compare the request's open draft with the tokens that came since."""
+        scored = self._survival.score(request)
+        if scored is not None:
+            source, num_right = scored
+            self._counts[source].add_right(num_right)
+
+    def _find(self, proposers: Sequence[Proposer], silent: list[Request]) -> list[tuple[Request, Draft]]:
+        """Return the first draft that the proposers have for each of the requests, of those that have any."""
         found: list[tuple[Request, Draft]] = []
-        for proposer in self._proposers:
+        for proposer in proposers:
             if not silent:
                 break
             still_silent = []
@@ -257,8 +281,6 @@ class GoodputDrafter:
                 else:
                     still_silent.append(request)
             silent = still_silent
-        for request in silent:
-            self._requests[request.id].learn(0)  # waiting for its token was for nothing
         return found
 
     def _ask(self, proposer: Proposer, requests: Sequence[Request]) -> Sequence[Draft]:

@@ -62,7 +62,6 @@ def open_agent(
         stack.callback(toolbox.close)
         sandbox = _sandbox(options, toolbox, stack, note)
         session = _session(engine, options, toolbox, note)
-        stack.callback(session.close)
         stack.callback(engine.close)
         agent = Agent(
             engine,
@@ -76,6 +75,7 @@ def open_agent(
             sampling=options.sampling,
             strict=options.strict,
         )
+        stack.callback(agent.close_session)
         agent.items.event(THREAD_STARTED, thread_id=session.state.id)
         yield agent
 
@@ -94,7 +94,16 @@ def _sandbox(options: AgentOptions, toolbox: Toolbox, stack: ExitStack, note: Ca
     if all(tool.risk is Risk.OUTSIDE for tool in toolbox.all):
         return None
     scratch = stack.enter_context(make_scratch())
-    sandbox = choose_sandbox(options.folder, Path(scratch), ways=options.sandbox_ways, readable=options.readable)
+    try:
+        sandbox = choose_sandbox(options.folder, Path(scratch), ways=options.sandbox_ways, readable=options.readable)
+    except QuireError as error:
+        if options.tools is not None or options.yes or options.allow:
+            raise
+        note(f"tools are off, since {error.what[:1].lower()}{error.what[1:]} {error.hint}")
+        for tool in toolbox.all:
+            if tool.risk is not Risk.OUTSIDE:
+                toolbox.remove(tool.name)
+        return None
     if options.yes and not sandbox.is_whole:
         what = f"--yes needs the whole sandbox, and here it does not protect all: {'; '.join(sandbox.gaps)}."
         raise QuireError("sandbox_incomplete", what, "Install bubblewrap or allow user namespaces, or leave --yes out.")

@@ -1,7 +1,7 @@
 """`quire chat`: an agent with tools, or a plain conversation. Uses the public API only.
 
-The agent is in `agent_chat`: one message with `-p`, or a session at a terminal where prompt_toolkit is installed. The
-plain conversation, at a terminal or through a pipe, is here. `ChatHistory` holds the turns. `Session` takes messages
+The agent is in `agent_chat`: one message with `-p`, or a session at a terminal. The plain conversation, through a pipe
+or at a terminal with `--plain`, is here. `ChatHistory` holds the turns. `Session` takes messages
 (read by `messages`), runs slash commands, streams answers, and drops the oldest turns when the context is full.
 """
 
@@ -14,8 +14,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.agent_chat.flags import add_agent_flags
+from quire.cli.agent_chat.flags import add_agent_flags, wants_agent
 from quire.cli.agent_chat.once import run_once
+from quire.cli.agent_chat.repl.session import run_repl
 from quire.cli.agent_chat.sessions import show_sessions
 from quire.cli.messages import Message, Prompt, history_path, join_blocks, line_editing
 from quire.cli.model_argument import add_positional_model, take_positional_model
@@ -53,8 +54,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "chat",
         usage="quire chat [MODEL] [options]",
-        help="hold a conversation",
-        description='Hold a conversation. If stdin is a pipe, each line is a turn, and so is each block between """.',
+        help="work with an agent, or hold a conversation",
+        description="Work with an agent at a terminal, or answer one message with -p. If stdin is a pipe, hold a plain "
+        'conversation: each line is a turn, and so is each block between """.',
     )
     add_positional_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -74,7 +76,12 @@ def chat_command(args: Namespace, open_llm: OpenLLM) -> int:
         return run_once(args, open_llm)
     if args.json or args.stream_json:
         raise QuireError("usage", "--json and --stream-json need one message.", 'Give it: quire chat -p "…".')
-    return plain_chat(args, open_llm)
+    if args.plain or not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
+        if wants_agent(args):
+            what = "The agent needs a terminal or one message."
+            raise QuireError("usage", what, 'Give it: quire chat -p "…". --plain has no tools.')
+        return plain_chat(args, open_llm)
+    return run_repl(args, open_llm)
 
 
 def plain_chat(args: Namespace, open_llm: OpenLLM) -> int:

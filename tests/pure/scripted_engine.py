@@ -57,6 +57,12 @@ class ScriptedEngine:
     def keep(self, question: Question) -> None:
         self.kept.append(question)
 
+    def models(self) -> list[str]:
+        return [self.name]
+
+    def switch(self, name: str) -> None:
+        self.name = name
+
     def close(self) -> None:
         pass
 

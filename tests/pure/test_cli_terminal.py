@@ -116,7 +116,7 @@ class Terminal:
 
 
 def open_chat(folder: Path, terminals: list[Terminal], columns: int = 80) -> Terminal:
-    terminal = Terminal(folder, "chat", columns=columns)
+    terminal = Terminal(folder, "chat", "--plain", columns=columns)
     terminals.append(terminal)
     terminal.expect("Ctrl-D leaves")
     terminal.expect("> ")
@@ -154,7 +154,7 @@ def terminals() -> Iterator[list[Terminal]]:
 
 
 def test_chat_stops_an_answer_and_leaves(tmp_path: Path, terminals: list[Terminal]) -> None:
-    terminal = Terminal(tmp_path, "chat")
+    terminal = Terminal(tmp_path, "chat", "--plain")
     terminals.append(terminal)
     terminal.expect("Ctrl-D leaves")
     terminal.expect("> ")
@@ -180,7 +180,7 @@ def test_chat_stops_an_answer_and_leaves(tmp_path: Path, terminals: list[Termina
 
 
 def test_ctrl_c_twice_at_the_prompt_leaves(tmp_path: Path, terminals: list[Terminal]) -> None:
-    terminal = Terminal(tmp_path, "chat")
+    terminal = Terminal(tmp_path, "chat", "--plain")
     terminals.append(terminal)
     terminal.expect("> ")
     terminal.interrupt_until("Ctrl-C again")
@@ -206,7 +206,7 @@ def test_a_paste_of_several_lines_is_one_message(tmp_path: Path, terminals: list
 
 def test_a_paste_is_one_message_where_lines_are_not_edited(tmp_path: Path, terminals: list[Terminal]) -> None:
     """With stdout in a file Python asks without readline, and a paste comes as plain lines."""
-    terminal = Terminal(tmp_path, "chat", into="answers")
+    terminal = Terminal(tmp_path, "chat", "--plain", into="answers")
     terminals.append(terminal)
     terminal.expect("Ctrl-D leaves")
     terminal.type("say\nfirst\nsecond\n")

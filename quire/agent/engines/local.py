@@ -69,6 +69,14 @@ class LocalEngine:
             if self._llm.pin(turn.tokens):
                 self._pinned = turn.tokens
 
+    def models(self) -> list[str]:
+        return [self.name]
+
+    def switch(self, name: str) -> None:
+        if name != self.name:
+            what = f"This process has loaded {self.name} alone."
+            raise QuireError("unknown_model", what, "Start again with the other model and --continue.")
+
     def close(self) -> None:
         if self._pinned is not None:
             with suppress(QuireError):

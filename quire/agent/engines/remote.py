@@ -39,7 +39,7 @@ class RemoteEngine:
         self.takes_tools = True
         listed = self._models()
         self.name = model or (str(listed[0].get("id")) if listed else "default")
-        self.context_len = _context_len(next((one for one in listed if one.get("id") == self.name), None))
+        self.context_len = _context_len(listed, self.name)
 
     def ask(self, question: Question) -> AnswerStream:
         started = time.monotonic()
@@ -60,6 +60,17 @@ class RemoteEngine:
 
     def keep(self, question: Question) -> None:
         pass  # the server decides what it keeps
+
+    def models(self) -> list[str]:
+        return [str(one.get("id")) for one in self._models()]
+
+    def switch(self, name: str) -> None:
+        listed = self._models()
+        known = [str(one.get("id")) for one in listed]
+        if known and name not in known:
+            what = f"The server has no model {name!r:.100}."
+            raise QuireError("unknown_model", what, f"It has {', '.join(known[:20])}.")
+        self.name, self.context_len = name, _context_len(listed, name)
 
     def close(self) -> None:
         pass
@@ -213,8 +224,9 @@ def _refusal(status: int, data: bytes) -> QuireError:
     return QuireError(code, f"The server answered {status}: {message or data[:200].decode('utf-8', 'replace')}", hint)
 
 
-def _context_len(model: dict[str, Any] | None) -> int | None:
+def _context_len(listed: list[dict[str, Any]], name: str) -> int | None:
     """Reads the context as vLLM and Quire, or as llama.cpp, list it."""
+    model = next((one for one in listed if one.get("id") == name), None)
     if model is None:
         return None
     meta = model.get("meta")

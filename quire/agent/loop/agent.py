@@ -308,9 +308,26 @@ class Agent:
         self.session.add({"type": "undo", "messages": index})
         return text
 
-    def close(self) -> None:
-        self.toolbox.close()
-        self.engine.close()
+    def reset(self) -> None:
+        """Forgets the conversation. Its records stay in the session's file."""
+        self.session.add({"type": "reset"})
+
+    def set_system(self, text: str) -> None:
+        self.session.add({"type": "system", "text": text})
+
+    def switch_model(self, name: str) -> None:
+        self.engine.switch(name)
+        self.session.add({"type": "model", "name": name})
+
+    def open_session(self, session: SessionLog) -> None:
+        """Goes on with another session; the one that was open is closed."""
+        self.close_session()
+        self.session = session
+
+    def close_session(self) -> None:
+        """Closes the session's file; one in which nothing was said is removed."""
+        if not self.session.state.num_turns and not self.session.state.messages:
+            self.session.path.unlink(missing_ok=True)
         self.session.close()
 
 

@@ -1,1 +1,1 @@
-"""The agent's front ends of `quire chat`: `once` for scripts, `repl` for a terminal. Both use `quire.agent` alone."""
+"""The agent's front ends of `quire chat`: `once` for scripts, `repl` for a terminal."""

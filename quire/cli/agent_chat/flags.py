@@ -21,6 +21,7 @@ def add_agent_flags(parser: ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="with -p: print one JSON object when done")
     group.add_argument("--stream-json", action="store_true", help="with -p: print events as lines of JSON")
     group.add_argument("--plain", action="store_true", help="a plain conversation without tools")
+    group.add_argument("--hide-reasoning", action="store_true", help="do not show the model's reasoning")
     group.add_argument("--url", metavar="URL", help="use a server with OpenAI's API instead of loading a model")
     group.add_argument("--api-key", metavar="KEY", help="key for --url (default: OPENAI_API_KEY)")
     group.add_argument("--folder", type=Path, metavar="DIR", help="project folder (default: the current one)")

@@ -171,6 +171,7 @@ class ServerConfig:
     min_body_rate: int = knob(
         1024, "minimum bytes per second of a request body after 20 s (0: no minimum)", low=0, high=1 << 30
     )
+    lenient: bool = knob(False, "ignore unknown fields of request bodies instead of refusing them")
     max_messages: int = knob(4096, "maximum messages in a conversation", low=1, high=1 << 20)
     max_tools: int = knob(128, "maximum tools in a request", low=1, high=4096)
     max_schema: int = knob(256 << 10, "maximum size of a schema or grammar", low=64, high=16 << 20, unit="bytes")

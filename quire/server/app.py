@@ -21,6 +21,7 @@ from quire.server.anthropic.routes import anthropic_router
 from quire.server.http.encoding import to_json
 from quire.server.http.errors import ApiError, dialect_of, error_response, from_quire_error, from_validation
 from quire.server.http.gate import Gate, route_label
+from quire.server.infill_routes import infill_router
 from quire.server.openai.embeddings import embeddings_router
 from quire.server.openai.response_routes import responses_router
 from quire.server.openai.routes import openai_router
@@ -44,6 +45,7 @@ def create_app(server: Server, version: str) -> ASGIApp:
         openai_router(server),
         responses_router(server),
         embeddings_router(server),
+        infill_router(server),
         anthropic_router(server),
         text_router(server),
         page_router(server),

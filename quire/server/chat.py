@@ -57,9 +57,10 @@ class ChatPrompts:
         """What was found in the template and how, for a person."""
         return list(self._formats.notes) if self._formats is not None else []
 
-    async def make(self, conversation: Conversation, *, shown: bool = False) -> ChatTurn:
-        """Check, render and encode a conversation. `shown`: for routes that only show or count the prompt."""
-        limit = max(COUNTED_TOKENS, self._max_prompt) if shown else self._max_prompt
+    async def make(self, conversation: Conversation, *, shown: bool = False, room: int = 0) -> ChatTurn:
+        """Check, render and encode a conversation. `shown`: for routes that only show or count the prompt. `room`:
+        tokens of the context that the prompt must leave free."""
+        limit = max(COUNTED_TOKENS, self.max_prompt) if shown else max(1, self.max_prompt - room)
         formats = self._formats if self._formats is not None else _formats_of(self._edge, self._setup)
         made = await self._work.run(RenderChat(conversation, limit, with_text=shown))
         return ChatTurn(
@@ -71,8 +72,12 @@ class ChatPrompts:
             answer_format(conversation, formats, made.reasoning_open),
         )
 
+    def reads(self, variable: str) -> bool:
+        """Whether the model's chat template reads a variable of this name."""
+        return self._formats is not None and variable in self._edge.template().variables
+
     @property
-    def _max_prompt(self) -> int:
+    def max_prompt(self) -> int:
         return self._edge.max_len - 1  # one token of output must fit
 
     async def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -82,7 +87,7 @@ class ChatPrompts:
             return self._edge.encode(prompt)
         if len(prompt) <= INLINE_CHARS:
             return self._edge.encode(prompt)
-        return unpack_ids((await self._work.run(EncodeText(prompt, self._max_prompt))).ids)
+        return unpack_ids((await self._work.run(EncodeText(prompt, self.max_prompt))).ids)
 
     async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
         return unpack_ids((await self._work.run(EncodeText(text, COUNTED_TOKENS, add_special))).ids)
@@ -95,11 +100,11 @@ class ChatPrompts:
         """The effective parameters, with the model's defaults filled in and words as token ids."""
         params = params.resolve(self._edge.defaults)
         if params.prediction:
-            task = EncodeText(params.prediction, self._max_prompt, False)
+            task = EncodeText(params.prediction, self.max_prompt, False)
             try:
                 ids = unpack_ids((await self._work.run(task)).ids)
             except PromptTooLong as error:
-                raise prediction_too_long(error.count, self._max_prompt) from None
+                raise prediction_too_long(error.count, self.max_prompt) from None
             params = replace(params, prediction=None, prediction_ids=tuple(ids))
         breakers = params.dry_breakers if params.dry_multiplier > 0 else ()
         if not params.bad_words and not breakers:
@@ -122,7 +127,7 @@ class ChatPrompts:
         return found
 
     async def check_body(self, path: str, body: bytes) -> bytes:
-        packed: bytes = (await self._work.run(CheckBody(path, body, self._max_prompt))).packed
+        packed: bytes = (await self._work.run(CheckBody(path, body, self.max_prompt))).packed
         return packed
 
 

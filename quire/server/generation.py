@@ -57,6 +57,7 @@ class Totals:
     rejected_prediction_tokens: int = 0
     queue_seconds: float | None = None  # queue time of the first sample to end
     first_token_seconds: float | None = None
+    dropped_messages: int = 0  # left out of the prompt by truncation: auto
 
 
 class Generation:

@@ -6,12 +6,12 @@ import json
 from array import array
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 
-from quire.server.http.errors import bad_request
-from quire.types import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, SamplingParams
+from quire.server.http.errors import bad_request, in_client_words
+from quire.types import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, QuireError, SamplingParams
 
 MAX_ITEMS = 1 << 20  # per list in a body, unless a field has a lower bound
 MAX_PROMPT_TOKENS = 1 << 24  # per prompt given as token ids
@@ -104,16 +104,45 @@ class Sampling(Service):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     speculate: bool | None = None
+    repeat_penalty: float | None = None  # llama.cpp's name of repetition_penalty
+    include_stop_str_in_output: bool | None = None  # vLLM's name of include_stop
+    cache_prompt: Literal[True] | None = None  # llama.cpp's; prompts are always cached
 
 
-_SHARED = [name for name in Sampling.model_fields if name not in Service.model_fields]
+OTHER_NAMES = {"repeat_penalty": "repetition_penalty", "include_stop_str_in_output": "include_stop"}
+_SHARED = [name for name in Sampling.model_fields if name not in {*Service.model_fields, *OTHER_NAMES, "cache_prompt"}]
+UNBOUNDED = -1  # what other servers call "as many as there is room for", and for top_k "off"
 
 
 def sampling_params(body: Sampling, **own: Any) -> SamplingParams:
     """Sampling parameters from the dialect's fields, under Quire's names, and the shared ones. None keeps the model's
     default."""
     given = {name: getattr(body, name) for name in _SHARED} | {"logit_bias": _token_bias(body.logit_bias)} | own
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    renamed = {}
+    for theirs, ours in OTHER_NAMES.items():
+        value = getattr(body, theirs)
+        if value is not None and given[ours] not in (None, value):
+            raise bad_request("invalid_value", f"{theirs} and {ours} are one parameter and differ here.", theirs)
+        if value is not None and given[ours] is None:
+            given[ours], renamed[ours] = value, theirs
+    if given["top_k"] == UNBOUNDED:
+        given["top_k"] = 0
+    try:
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except QuireError as error:
+        raise in_client_words(error, renamed) from None
+
+
+def length_of(max_tokens: int | None) -> int | None:
+    """The wanted number of tokens; None, the rest of the context, for -1."""
+    return None if max_tokens == UNBOUNDED else max_tokens
+
+
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...] | list[str] | None:
+    """The stop strings. An empty text, which some clients send for none, stops nothing."""
+    if isinstance(stop, str):
+        return (stop,) if stop else None
+    return stop
 
 
 def _token_bias(given: dict[str, float] | None) -> dict[int, float] | None:

@@ -123,6 +123,7 @@ def text_router(server: Server) -> APIRouter:
         text = await server.chat.detokenize(body.tokens, skip_special=body.skip_special_tokens)
         return _json({"prompt": text, "content": text})  # vLLM's name and llama.cpp's
 
+    @router.post("/v1/chat/render", response_model=None)
     @router.post("/render", response_model=None)
     async def render(body: ChatBody) -> Response:
         """Return the prompt that this chat is rendered to. Sampling fields are ignored."""

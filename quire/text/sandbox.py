@@ -16,7 +16,7 @@ from types import GeneratorType
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -134,7 +134,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
 
-def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Template:
+def compile_template(source: str, now: Callable[[], datetime]) -> tuple[jinja2.Template, frozenset[str]]:
+    """The template, and the names of the variables that it reads from outside."""
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _refuse
@@ -143,10 +144,11 @@ def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Templat
         sandbox.filters[name] = _narrow(sandbox.filters[name])
     sandbox.filters[_PLAIN_TEXT] = _plain_text
     tree = sandbox.parse(source)
+    variables = frozenset(meta.find_undeclared_variables(tree) - set(sandbox.globals))
     _count_turns(tree)
     if any(f".{name}(" in source for name in _GROWING):
         _own_lists(tree)
-    return sandbox.from_string(tree)
+    return sandbox.from_string(tree), variables
 
 
 def _count_turns(tree: nodes.Template) -> None:

@@ -43,7 +43,7 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE_CHARS:
             raise QuireError("template_error", f"The chat template is {len(source)} characters long.", "Use another.")
         try:
-            self._template = compile_template(source, now)
+            self._template, self.variables = compile_template(source, now)
         except Exception as error:
             line = getattr(error, "lineno", None)
             raise _template_error(f"has a mistake{f' in line {line}' if line else ''}: {error}") from None

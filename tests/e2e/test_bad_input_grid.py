@@ -116,7 +116,7 @@ def test_wrong_type(http: Any, route: Route) -> None:
     if route.length is not None:
         refuse(http, route, {"temperature": "hot"}, 400, "invalid_value", "temperature")
         refuse(http, route, {route.length: "5"}, 400, "invalid_value", route.length)
-        refuse(http, route, {route.length: -1}, 400, "invalid_parameter", route.length)
+        refuse(http, route, {route.length: -2}, 400, "invalid_parameter", route.length)
 
 
 def test_blank_prompt(http: Any, route: Route) -> None:

@@ -34,7 +34,7 @@ TEXT_REMOVALS: tuple[Removal, ...] = (
     drop("template injection", "no template from a request", NO_MEDIA,
          "quire/server/schemas.py", 'extra="forbid"', 'extra="ignore"'),
     drop("template injection", "a fixed list of variables", NO_MEDIA,
-         "quire/text/conversation/request.py", "unknown = sorted(set(conversation.template_kwargs) - TEMPLATE_KWARGS)",
+         "quire/text/conversation/request.py", "unknown = sorted(set(conversation.template_kwargs) - allowed)",
          "unknown: list[str] = []"),
     drop("template injection", "messages are data", NO_MEDIA,
          "quire/text/conversation/turn.py", "            self.template,\n            self.tokenizer,",

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from quire.server.http.errors import ApiError, from_validation
+from quire.server.http.lenient import without_unknown
 
 INLINE_BODY = 64 << 10
 MAX_DEPTH = 200  # nesting of objects and lists
@@ -91,9 +92,16 @@ def validate_body(path: str, value: Any) -> None:
         raise from_validation([{**one, "loc": ("body", *one["loc"])} for one in found]) from None
 
 
+def known_fields(path: str, value: Any) -> tuple[Any, list[str]]:
+    """A decoded body without the fields that its route does not know, and their names."""
+    model = body_models().get(path)
+    return (value, []) if model is None else without_unknown(model, value)
+
+
 def body_models() -> dict[str, type[BaseModel]]:
     """The body model of every route that takes a body."""
     from quire.server.anthropic.schemas import CountBody, MessagesBody
+    from quire.server.infill_routes import InfillBody
     from quire.server.openai.embeddings import EmbeddingsBody
     from quire.server.openai.response_schemas import ResponsesBody
     from quire.server.openai.schemas import ChatBody, CompletionBody
@@ -109,16 +117,18 @@ def body_models() -> dict[str, type[BaseModel]]:
         "/tokenize": TokenizeBody,
         "/detokenize": DetokenizeBody,
         "/render": ChatBody,
+        "/v1/chat/render": ChatBody,
+        "/infill": InfillBody,
     }
 
 
-def body_route(held: HeldBodies, check_large: CheckLarge) -> type[APIRoute]:
+def body_route(held: HeldBodies, check_large: CheckLarge, *, lenient: bool = False) -> type[APIRoute]:
     class BodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
             handle = super().get_route_handler()
 
             async def handle_bounded(request: Request) -> Response:
-                return await handle(_BoundedRequest(request, held, check_large))
+                return await handle(_BoundedRequest(request, held, check_large, lenient))
 
             return handle_bounded
 
@@ -132,9 +142,9 @@ def body_route(held: HeldBodies, check_large: CheckLarge) -> type[APIRoute]:
 
 
 class _BoundedRequest(Request):
-    def __init__(self, request: Request, held: HeldBodies, check_large: CheckLarge):
+    def __init__(self, request: Request, held: HeldBodies, check_large: CheckLarge, lenient: bool):
         super().__init__(request.scope, request.receive)
-        self._held, self._check_large = held, check_large
+        self._held, self._check_large, self._lenient = held, check_large, lenient
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -151,7 +161,10 @@ class _BoundedRequest(Request):
         """The body's value. A large body's fields are already validated."""
         body, path = await self.body(), self.url.path
         if len(body) <= INLINE_BODY:
-            return decode_json(body)
+            value = decode_json(body)
+            if self._lenient:
+                value, self.state.ignored = known_fields(path, value)
+            return value
         packed = await self._check_large(path, body)
         self._body = b""
         return await asyncio.to_thread(_read_packed, path, packed)

@@ -68,8 +68,11 @@ CLIENT_NAMES = {
     "/v1/messages/count_tokens": {"prompt": "messages"},
     "/v1/embeddings": {"prompt": "input"},
     "/render": {"prompt": "messages"},
+    "/v1/chat/render": {"prompt": "messages"},
+    "/infill": {"prompt": "input_prefix", "max_tokens": "n_predict", "logprobs": "n_probs"},
 }
-COUNTING_ROUTES = frozenset({"/tokenize", "/render"})  # generate nothing, so the context does not bound them
+# Routes that generate nothing, so the context does not bound them.
+COUNTING_ROUTES = frozenset({"/tokenize", "/render", "/v1/chat/render"})
 CONTEXT_CODE = "context_length_exceeded"
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = {

@@ -36,6 +36,7 @@ CORS_SHOWN = ", ".join(
         "request-id",
         "retry-after",
         "x-quire-warning",
+        "x-quire-ignored",
         *(f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
     )
 )
@@ -86,6 +87,7 @@ class _GatedRequest:
         self._body_complete = False
         self._body_started: float | None = None
         self._limits: Any = None
+        self._state: dict[str, Any] = {}
         self._extra = {"x-request-id": self._id, **gate.cors(self._headers)}
         if dialect_of(self._path) == "anthropic":
             self._extra["request-id"] = self._id
@@ -96,6 +98,7 @@ class _GatedRequest:
         server.open_replies += 1
         server.idle.clear()
         scope = {**self._scope, "state": {**self._scope.get("state", {}), "request_id": self._id}}
+        self._state = scope["state"]
         try:
             await self._pass(scope)
         finally:
@@ -249,6 +252,8 @@ class _GatedRequest:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             extra = {**self._extra, **(self._limits.headers() if self._limits is not None else {})}
+            if self._state.get("ignored"):  # fields left out of the body, with --lenient
+                extra["x-quire-ignored"] = ", ".join(map(_as_header, self._state["ignored"]))
             present = {name.lower() for name, _ in message.get("headers", [])}
             added = [
                 (name.encode(), value.encode("latin-1"))
@@ -262,6 +267,10 @@ class _GatedRequest:
 def route_label(scope: Mapping[str, Any]) -> str:
     """The route's pattern, never the path: clients must not be able to create metric labels."""
     return getattr(scope.get("route"), "path", None) or "other"
+
+
+def _as_header(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode("ascii").replace("\r", "").replace("\n", "")
 
 
 def _address(scope: Scope) -> str:

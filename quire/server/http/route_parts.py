@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from quire.server.generation import GenerationJob
 from quire.server.http.bodies import body_route
-from quire.server.http.errors import ApiError, Dialect, error_body
+from quire.server.http.errors import ApiError, Dialect, bad_request, error_body
 from quire.server.http.gate import route_label
 from quire.server.schemas import Service
 from quire.server.state import Server
@@ -31,7 +31,7 @@ _STATUSES = {
 
 def api_router(server: Server, tag: str, dialect: Dialect) -> APIRouter:
     """A router that reads bodies within bounds."""
-    route = body_route(server.held, server.chat.check_body)
+    route = body_route(server.held, server.chat.check_body, lenient=server.config.server.lenient)
     return APIRouter(tags=[tag], responses=error_docs(dialect), route_class=route)
 
 
@@ -47,6 +47,13 @@ def job_of(request: Request, body: Service, prompts: list[list[int]], params: Sa
         request_id=request.state.request_id,
         on_usage=None if budget is None else budget.take_tokens,
     )
+
+
+def check_verbosity(server: Server, verbosity: str | None, param: str) -> None:
+    """Refuse a verbosity that the model's chat template can't express."""
+    if verbosity not in (None, "medium") and not server.chat.reads("verbosity"):
+        message = f"This model's chat template knows no verbosity. Ask for {verbosity!r} in the prompt instead."
+        raise bad_request("unsupported_parameter", message, param)
 
 
 def cache_salt(request: Request, own: bytes) -> bytes:

@@ -15,6 +15,7 @@ from quire.server.sample import Piece
 
 
 def usage_body(totals: Totals, num_reasoning: int = 0) -> dict[str, Any]:
+    dropped = {"dropped_messages": totals.dropped_messages} if totals.dropped_messages else {}
     return {
         "prompt_tokens": totals.prompt_tokens,
         "completion_tokens": totals.completion_tokens,
@@ -25,6 +26,7 @@ def usage_body(totals: Totals, num_reasoning: int = 0) -> dict[str, Any]:
             "accepted_prediction_tokens": totals.accepted_prediction_tokens,
             "rejected_prediction_tokens": totals.rejected_prediction_tokens,
         },
+        **dropped,
     }
 
 
@@ -60,8 +62,9 @@ class ChunkWriter:
         self._head = head
         self.usage = StreamUsage(run, options)
 
-    def frame(self, choice: dict[str, Any]) -> bytes:
-        return data_event({**self._head, "choices": [choice], **self.usage.field()})
+    def frame(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
+        """A chunk with one choice. `more`: further fields of the chunk."""
+        return data_event({**self._head, "choices": [choice], **self.usage.field(), **(more or {})})
 
     async def finish(self) -> bytes:
         if not self.usage.at_end:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire.server.collector import SampleCollector, WholeSample, new_id
@@ -28,8 +28,10 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
 
 
 def check(body: CompletionBody) -> None:
-    if body.suffix:
-        raise bad_request("unsupported_parameter", "suffix is not supported by this model.", "suffix")
+    if body.suffix is not None and body.echo:
+        raise bad_request("unsupported_parameter", "echo is of a text that is continued, and suffix inserts.", "echo")
+    if body.suffix is not None and not isinstance(body.prompt, str):
+        raise bad_request("invalid_value", "suffix needs a prompt that is one text.", "prompt")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("unsupported_parameter", "best_of must equal n; ask for n and choose.", "best_of")
     if body.max_tokens == 0 and not body.echo:
@@ -79,6 +81,8 @@ class CompletionWhole:
         reason = "length" if only_prompt else whole.end.reason
         asked = body.prompt_logprobs is not None and index % n == 0  # once per prompt
         shown = await prompt_field(scores, tokenizer) if asked else {}
+        if body.return_token_ids:
+            shown |= {"prompt_token_ids": prompt, "token_ids": whole.token_ids}
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **shown}
 
 
@@ -93,6 +97,7 @@ class CompletionStream:
         self._chunks = ChunkWriter(head, run, body.stream_options)
         self.finish, self.fail = self._chunks.finish, self._chunks.fail
         self._skip_special = run.params.skip_special_tokens
+        self._told = [False] * run.num_samples  # whose prompt's ids were sent
         self._logprobs = [CompletionLogprobs(tokenizer, self._skip_special) for _ in range(run.num_samples)]
 
     def start(self) -> bytes:
@@ -115,10 +120,16 @@ class CompletionStream:
         if self._body.logprobs is not None and piece.logprobs:
             logprobs = self._logprobs[piece.index].body(piece.logprobs, piece.token_ids)
         reason = piece.end.reason if piece.end is not None else None
-        if not text and logprobs is None and reason is None:
+        ids = piece.token_ids if self._body.return_token_ids else []
+        if not text and logprobs is None and reason is None and not ids:
             return b""
-        return self._chunk(piece.index, text, logprobs, reason if shows or reason is None else "length")
+        return self._chunk(piece.index, text, logprobs, reason if shows or reason is None else "length", ids)
 
-    def _chunk(self, index: int, text: str, logprobs: Any, reason: str | None) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _chunk(self, index: int, text: str, logprobs: Any, reason: str | None, ids: Sequence[int] = ()) -> bytes:
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if ids:
+            choice["token_ids"] = ids
+        if self._body.return_token_ids and not self._told[index]:
+            self._told[index] = True
+            choice["prompt_token_ids"] = self._run.job.prompts[index // self._run.job.params.n]
         return self._chunks.frame(choice)

@@ -10,12 +10,20 @@ from starlette.responses import Response
 
 from quire.server.http.errors import ApiError, counting_output
 from quire.server.http.replies import stream_reply, whole_reply
-from quire.server.http.route_parts import api_router, job_of
+from quire.server.http.route_parts import api_router, check_verbosity, job_of
 from quire.server.openai.response_schemas import ResponsesBody
-from quire.server.openai.response_translate import conversation_of, items_of, messages_of, params_of, stored_items
+from quire.server.openai.response_translate import (
+    check_include,
+    conversation_of,
+    items_of,
+    messages_of,
+    params_of,
+    stored_items,
+)
 from quire.server.openai.responses import ResponseState, ResponseStream, ResponseWhole
 from quire.server.state import Server
 from quire.server.store import StoredResponse
+from quire.server.truncation import make_prompt
 
 
 def responses_router(server: Server) -> APIRouter:
@@ -35,11 +43,19 @@ def responses_router(server: Server) -> APIRouter:
         if body.previous_response_id is not None:
             earlier = await find(request, body.previous_response_id, "previous_response_id")
             messages = [*earlier.messages, *messages]
+        check_include(body.include)
+        check_verbosity(server, body.text.verbosity if body.text is not None else None, "text.verbosity")
         with counting_output(body.max_output_tokens):
-            prompt = await server.chat.make(conversation_of(body, messages))
+            prompt, dropped = await make_prompt(
+                server.chat,
+                conversation_of(body, messages),
+                truncate=body.truncation == "auto",
+                max_tokens=body.max_output_tokens,
+            )
         job = job_of(request, body, [prompt.tokens], prompt.fit(params_of(body)))
         job.make_parser, job.grammar_param = prompt.make_parser, prompt.grammar_param
         run = await server.generation.open(job)
+        run.totals.dropped_messages = dropped
         state = ResponseState(run, model, body, server.generation.tokenizer)
 
         async def store(state: ResponseState) -> None:

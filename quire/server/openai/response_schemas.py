@@ -35,6 +35,7 @@ class InputPart(Body):
     file_url: str | None = None
     filename: str | None = None
     input_audio: JsonObject | None = None
+    cache_control: JsonObject | None = None
 
 
 class InputItem(Body):
@@ -53,6 +54,7 @@ class InputItem(Body):
     output: str | Items[InputPart] | None = None
     summary: Items[InputPart] | None = None
     encrypted_content: str | None = None
+    cache_control: JsonObject | None = None
 
 
 class ResponseTool(Body):
@@ -62,6 +64,7 @@ class ResponseTool(Body):
     parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+    cache_control: JsonObject | None = None
     tools: Annotated[Items[ResponseTool], Field(max_length=4096)] | None = None  # functions of a namespace
 
 
@@ -80,7 +83,7 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # a variable of some templates; else only medium
 
 
 class Reasoning(Body):
@@ -115,10 +118,10 @@ class ResponsesBody(Sampling):
     metadata: JsonObject | None = None
     background: Literal[False] | None = None
     chat_template_kwargs: JsonObject | None = None
+    include: Annotated[Items[str], Field(max_length=16)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # bounds tools that run at the provider: here are none
+    truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest turns are left out of a full context
     # Accepted and ignored:
-    include: Items[str] | None = None
-    max_tool_calls: int | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable
 from typing import Any
 
 from quire.server.collector import new_id
 from quire.server.http.errors import ApiError, bad_request
 from quire.server.openai.response_schemas import InputItem, InputPart, NamedResponseTool, ResponsesBody, ResponseTool
-from quire.server.openai.translate import output_param, structured_grammar
-from quire.server.schemas import sampling_params, schema_text
+from quire.server.openai.translate import DEFAULT_VERBOSITY, output_param, structured_grammar
+from quire.server.schemas import length_of, sampling_params, schema_text, stops_of
 from quire.text.conversation import Conversation
 from quire.types import GrammarSpec, SamplingParams
 
 Message = dict[str, Any]
+# Values of `include`.
+SHOWN_LOGPROBS = "message.output_text.logprobs"
+SEALED_REASONING = "reasoning.encrypted_content"
+_SEAL = "quire1."  # what `encrypted_content` begins with
 
 
 def params_of(body: ResponsesBody) -> SamplingParams:
     return sampling_params(
         body,
-        max_tokens=body.max_output_tokens,
-        stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
-        logprobs=body.top_logprobs,
+        max_tokens=length_of(body.max_output_tokens),
+        stop=stops_of(body.stop),
+        logprobs=shown_logprobs(body),
     )
+
+
+def shown_logprobs(body: ResponsesBody) -> int | None:
+    """The number of alternatives per token; None: no log-probabilities are wanted."""
+    wanted = SHOWN_LOGPROBS in (body.include or ())
+    return body.top_logprobs if body.top_logprobs is not None or not wanted else 0
+
+
+def check_include(include: list[str] | None) -> None:
+    """Refuse what a reply can't include, by name."""
+    for index, name in enumerate(include or ()):
+        if name not in (SHOWN_LOGPROBS, SEALED_REASONING):
+            message = f"A reply can't include {name[:200]!r}, only {SHOWN_LOGPROBS} and {SEALED_REASONING}."
+            raise bad_request("unsupported_parameter", message, f"include[{index}]")
+
+
+def sealed(text: str) -> str:
+    """The text of a reasoning item as `encrypted_content`. It is encoded, not secret: the item shows the text too. A
+    client that sends the item back continues the reasoning without a stored response."""
+    return _SEAL + base64.urlsafe_b64encode(text.encode("utf-8", "replace")).decode("ascii")
+
+
+def unsealed(content: str, where: str) -> str:
+    try:
+        if content.startswith(_SEAL):
+            return base64.urlsafe_b64decode(content.removeprefix(_SEAL)).decode("utf-8")
+    except ValueError:
+        pass
+    raise bad_request("invalid_value", f"{where} was not written by this server.", where)
 
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
@@ -38,6 +72,8 @@ def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversatio
         kwargs.setdefault("reasoning_effort", body.reasoning.effort)
         if body.reasoning.effort == "none":
             kwargs.setdefault("enable_thinking", False)
+    if body.text is not None and body.text.verbosity not in (None, DEFAULT_VERBOSITY):
+        kwargs.setdefault("verbosity", body.text.verbosity)
     choice = body.tool_choice
     tools = _tools_of(body.tools or ())
     return Conversation(
@@ -48,7 +84,7 @@ def conversation_of(body: ResponsesBody, messages: list[Message]) -> Conversatio
         parallel_tools=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,
         output=_output_of(body),
-        output_param=output_param(body.structured_outputs, "text.format"),
+        output_param=output_param(body.structured_outputs, rival="text.format"),
         thinking_budget=body.thinking_budget,
     )
 
@@ -119,6 +155,8 @@ def messages_of(items: list[InputItem]) -> list[Message]:
         where = f"input[{index}]"
         if item.type == "reasoning":
             reasoning = _text_of(item.content or item.summary or [], where)
+            if not reasoning and item.encrypted_content:
+                reasoning = unsealed(item.encrypted_content, f"{where}.encrypted_content")
         elif item.type == "function_call":
             called = full_name(item.namespace, _needed(item.name, f"{where}.name"))
             function = {"name": called, "arguments": item.arguments or "{}"}

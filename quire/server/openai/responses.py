@@ -13,7 +13,7 @@ from quire.server.http.encoding import COMMENT, named_event
 from quire.server.http.errors import ApiError
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.response_schemas import ResponsesBody
-from quire.server.openai.response_translate import namespaced
+from quire.server.openai.response_translate import SEALED_REASONING, namespaced, sealed
 from quire.server.sample import End, Piece
 from quire.text.tokenizer import Tokenizer
 
@@ -32,6 +32,7 @@ class ResponseState:
         self.error: ApiError | None = None
         self._reasoning = ReasoningTokens()
         self._body, self._model, self._tokenizer = body, model, tokenizer
+        self._seals = SEALED_REASONING in (body.include or ())
         self._namespaced = namespaced(body.tools or ())
         self._created = int(time.time())
         self._ids: dict[int, str] = {}
@@ -82,7 +83,8 @@ class ResponseState:
             }
         parts = [self.part(block)] if block.text else []
         if block.kind == "reasoning":
-            return {"id": self.item_id(block), "type": "reasoning", "summary": [], "content": parts, "status": status}
+            item = {"id": self.item_id(block), "type": "reasoning", "summary": [], "content": parts, "status": status}
+            return {**item, "encrypted_content": sealed(block.text)} if self._seals else item
         return {"id": self.item_id(block), "type": "message", "status": status, "role": "assistant", "content": parts}
 
     def call_name(self, block: ContentBlock) -> dict[str, str]:
@@ -117,6 +119,7 @@ class ResponseState:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": given.instructions,
             "max_output_tokens": given.max_output_tokens,
+            "max_tool_calls": given.max_tool_calls,
             "metadata": given.metadata or {},
             "model": self._model,
             "output": [self.item(block, self.item_status(block)) for block in self.blocks.all],
@@ -142,6 +145,7 @@ class ResponseState:
             "output_tokens": totals.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reasoning.count},
             "total_tokens": totals.prompt_tokens + totals.completion_tokens,
+            **({"dropped_messages": totals.dropped_messages} if totals.dropped_messages else {}),
         }
 
     def answer(self) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Bodies of OpenAI's chat and completion routes. Known fields without a function here are accepted and ignored."""
+"""Bodies of OpenAI's chat and completion routes, with the names that other servers have for the same fields.
+
+Known fields without a function here are accepted and ignored."""
 
 from __future__ import annotations
 
@@ -39,8 +41,13 @@ class ChatToolCall(Body):
     index: int | None = None
 
 
+class OldFunctionCall(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str = "{}"
+
+
 class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Items[ContentPart] | None = None
     name: Name | None = None
     tool_calls: Annotated[Items[ChatToolCall], Field(max_length=256)] | None = None
@@ -51,7 +58,8 @@ class ChatMessage(Body):
     refusal: str | None = None
     annotations: Items[JsonObject] | None = None
     audio: JsonObject | None = None
-    function_call: None = None
+    function_call: OldFunctionCall | None = None
+    cache_control: JsonObject | None = None
 
 
 class Function(Body):
@@ -59,11 +67,13 @@ class Function(Body):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    cache_control: JsonObject | None = None
 
 
 class ChatTool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: JsonObject | None = None
 
 
 class NamedFunction(Body):
@@ -85,6 +95,7 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None  # llama.cpp's place of the schema
 
 
 class StructuredOutputs(Body):
@@ -117,6 +128,14 @@ class OpenAISampling(Sampling):
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     prediction: Prediction | None = None
+    return_token_ids: bool | None = None
+    # vLLM's and llama.cpp's names; `habits` translates them:
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[Items[str], Field(min_length=1, max_length=1024)] | None = None
+    guided_grammar: str | None = None
+    json_schema: JsonObject | None = None
+    grammar: str | None = None
     user: str | None = None
 
 
@@ -129,12 +148,17 @@ class ChatBody(OpenAISampling):
     tools: Items[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    functions: Items[Function] | None = None  # tools, before OpenAI's API had that word
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     thinking_budget: Annotated[int, Field(ge=0)] | None = None  # reasoning tokens after which reasoning is closed
     chat_template_kwargs: JsonObject | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest turns are left out of a full context
+    verbosity: Literal["low", "medium", "high"] | None = None  # a variable of some templates; else only medium
+    cache_control: JsonObject | None = None
     # Accepted and ignored:
     metadata: JsonObject | None = None
     store: bool | None = None
@@ -144,7 +168,6 @@ class ChatBody(OpenAISampling):
     prompt_cache_retention: str | None = None
     prompt_cache_options: JsonObject | None = None
     safety_identifier: str | None = None
-    verbosity: str | None = None
 
 
 class CompletionBody(OpenAISampling):

@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 from quire.server.http.errors import bad_request, in_client_words
+from quire.server.openai.habits import structure_of, with_tools
 from quire.server.openai.schemas import (
     ChatBody,
     ChatMessage,
+    ChatTool,
     ContentPart,
     NamedTool,
     OpenAISampling,
@@ -16,9 +18,11 @@ from quire.server.openai.schemas import (
     ResponseFormat,
     StructuredOutputs,
 )
-from quire.server.schemas import sampling_params, schema_text
+from quire.server.schemas import length_of, sampling_params, schema_text, stops_of
 from quire.text.conversation import Conversation
 from quire.types import GrammarSpec, QuireError, SamplingParams
+
+DEFAULT_VERBOSITY = "medium"
 
 
 def params_of(
@@ -26,9 +30,9 @@ def params_of(
 ) -> SamplingParams:
     return sampling_params(
         body,
-        stop=(body.stop,) if isinstance(body.stop, str) else body.stop,
+        stop=stops_of(body.stop),
         n=body.n,
-        max_tokens=max_tokens,
+        max_tokens=length_of(max_tokens),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prediction=None if body.prediction is None else _predicted_text(body.prediction),
@@ -47,7 +51,7 @@ def chat_params(body: ChatBody) -> SamplingParams:
         raise bad_request("invalid_value", "top_logprobs needs logprobs to be true.", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     by_new_name = body.max_completion_tokens is not None
-    max_tokens = body.max_completion_tokens if by_new_name else body.max_tokens
+    max_tokens = length_of(body.max_completion_tokens if by_new_name else body.max_tokens)
     try:
         return params_of(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
     except QuireError as error:
@@ -55,25 +59,33 @@ def chat_params(body: ChatBody) -> SamplingParams:
 
 
 def conversation_of(body: ChatBody) -> Conversation:
+    body = with_tools(body)
+    structured, name = structure_of(body)
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
             kwargs.setdefault("enable_thinking", False)
+    if body.verbosity not in (None, DEFAULT_VERBOSITY):
+        kwargs.setdefault("verbosity", body.verbosity)
     choice = body.tool_choice
     return Conversation(
         messages=[message_of(message, index) for index, message in enumerate(body.messages)],
-        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        tools=[_without_cache(tool) for tool in body.tools or ()],
         schema_places=[f"tools[{index}].function.parameters" for index in range(len(body.tools or ()))],
         tool_choice=choice.function.name if isinstance(choice, NamedTool) else choice or "auto",
         parallel_tools=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,
         continue_final=body.continue_final_message,
         add_generation_prompt=body.add_generation_prompt,
-        output=output_grammar(body.response_format, body.structured_outputs),
-        output_param=output_param(body.structured_outputs),
+        output=output_grammar(body.response_format, structured, name),
+        output_param=output_param(structured, name),
         thinking_budget=body.thinking_budget,
     )
+
+
+def _without_cache(tool: ChatTool) -> dict[str, Any]:
+    return tool.model_dump(exclude_none=True, exclude={"cache_control": True, "function": {"cache_control"}})
 
 
 def message_of(message: ChatMessage, index: int) -> dict[str, Any]:
@@ -108,9 +120,15 @@ def _content_of(content: str | list[ContentPart] | None, index: int) -> str | li
     return parts
 
 
-def output_grammar(form: ResponseFormat | None, structured: StructuredOutputs | None) -> GrammarSpec | None:
+def output_grammar(
+    form: ResponseFormat | None, structured: StructuredOutputs | None, name: str = "structured_outputs"
+) -> GrammarSpec | None:
+    """The grammar of `response_format`, or of `structured`, whose field the client calls `name`."""
     grammar = None
-    if form is not None and form.type == "json_object":
+    if form is not None and form.schema_ is not None and form.json_schema is None and form.type != "text":
+        text = schema_text(form.schema_, "response_format.schema")
+        grammar = GrammarSpec("json_schema", text, strict=False)
+    elif form is not None and form.type == "json_object":
         grammar = GrammarSpec("json_object")
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None:
@@ -121,22 +139,24 @@ def output_grammar(form: ResponseFormat | None, structured: StructuredOutputs | 
             schema_text(form.json_schema.schema_, "response_format.json_schema.schema"),
             strict=bool(form.json_schema.strict),
         )
-    return structured_grammar(grammar, structured, "response_format")
+    return structured_grammar(grammar, structured, "response_format", name)
 
 
-def output_param(structured: StructuredOutputs | None, rival: str = "response_format") -> str:
-    return rival if structured is None else "structured_outputs"
+def output_param(
+    structured: StructuredOutputs | None, name: str = "structured_outputs", rival: str = "response_format"
+) -> str:
+    return rival if structured is None else name
 
 
 def structured_grammar(
-    grammar: GrammarSpec | None, structured: StructuredOutputs | None, rival: str
+    grammar: GrammarSpec | None, structured: StructuredOutputs | None, rival: str, name: str = "structured_outputs"
 ) -> GrammarSpec | None:
-    """The grammar of `structured_outputs`, or `grammar`, which comes from the field `rival`. Refuses both together."""
+    """The grammar of the field `name`, or `grammar`, which comes from the field `rival`. Refuses both together."""
     if structured is None:
         return grammar
     ways: list[GrammarSpec] = [] if grammar is None else [grammar]
     if structured.json_ is not None:
-        text = schema_text(structured.json_, "structured_outputs.json")
+        text = schema_text(structured.json_, "structured_outputs.json" if name == "structured_outputs" else name)
         ways.append(GrammarSpec("json_schema", text, strict=False))
     if structured.regex is not None:
         ways.append(GrammarSpec("regex", structured.regex))
@@ -145,6 +165,6 @@ def structured_grammar(
     if structured.grammar is not None:
         ways.append(GrammarSpec("ebnf", structured.grammar))
     if len(ways) != 1:
-        message = f"structured_outputs needs exactly one of json, regex, choice and grammar, and no {rival}."
-        raise bad_request("invalid_value", message, "structured_outputs")
+        wanted = "exactly one of json, regex, choice and grammar, and " if name == "structured_outputs" else ""
+        raise bad_request("invalid_value", f"{name} needs {wanted}no {rival}.", name)
     return ways[0]

@@ -43,6 +43,7 @@ class Setup(msgspec.Struct, frozen=True):
     max_tools: int
     max_schema: int
     special_in_content: bool
+    lenient: bool = False
     seconds: float = 5.0  # processor time per task; large tasks get more
     memory: int = 1 << 30  # bytes a worker may add after its setup
 
@@ -58,6 +59,7 @@ class Setup(msgspec.Struct, frozen=True):
             server.max_tools,
             server.max_schema,
             model.special_in_content,
+            server.lenient,
         )
 
     @property
@@ -209,7 +211,7 @@ class TextTasks:
                 breakers = {i for text in dry_breakers for i in self.tokenizer.ids_containing(text)}
                 return FoundWords(tuple(bad), tuple(sorted(breakers)))
             case CheckBody(path, body, max_prompt):
-                return CheckedBody(check_body(path, body, max_prompt))
+                return CheckedBody(check_body(path, body, max_prompt, lenient=self.setup.lenient))
             case CheckOutput(grammar, param):
                 return OutputFits(with_schema_warnings(grammar, param))
 
@@ -225,10 +227,10 @@ class TextTasks:
         )
 
 
-def check_body(path: str, body: bytes, max_prompt: int) -> bytes:
+def check_body(path: str, body: bytes, max_prompt: int, *, lenient: bool = False) -> bytes:
     """The validated and packed body. Raises the error that the HTTP process answers with. Validation here keeps bodies
     that are expensive in memory or time out of the HTTP process."""
-    from quire.server.http.bodies import decode_json, pack_body, validate_body
+    from quire.server.http.bodies import decode_json, known_fields, pack_body, validate_body
 
     try:
         value = decode_json(body)
@@ -236,6 +238,8 @@ def check_body(path: str, body: bytes, max_prompt: int) -> bytes:
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error.msg}.") from None
     if _num_nodes(value, MAX_NODES) > MAX_NODES:
         raise ApiError(400, "body_too_complex", f"The body holds more than {MAX_NODES} JSON values.")
+    if lenient:
+        value, _ = known_fields(path, value)
     validate_body(path, value)
     for prompt in _token_prompts(path, value):
         if len(prompt) > max_prompt:

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.types import GrammarSpec, QuireError
 
-# Variables of chat templates that a client of the server may set. The server sets all others.
+# Variables that a client of the server may set whatever the template is.
 TEMPLATE_KWARGS = frozenset(
     {
         "enable_thinking",
@@ -25,6 +25,27 @@ TEMPLATE_KWARGS = frozenset(
         "builtin_tools",
         "tools_in_user_message",
         "documents",
+    }
+)
+
+# Variables that only the server sets.
+OWN_VARIABLES = frozenset(
+    {
+        "messages",
+        "tools",
+        "available_tools",
+        "xml_tools",
+        "functions",
+        "add_generation_prompt",
+        "continue_final_message",
+        "datetime",
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+        "sep_token",
+        "cls_token",
+        "mask_token",
     }
 )
 
@@ -87,7 +108,8 @@ class ConversationLimits:
     max_tools: int
     max_schema: int  # characters of one tool's parameters, or of the output's schema or grammar
 
-    def check(self, conversation: Conversation) -> None:
+    def check(self, conversation: Conversation, variables: Collection[str] = ()) -> None:
+        """Raise for a conversation beyond the limits. `variables`: those that the model's template reads."""
         if not conversation.messages:
             raise QuireError("invalid_value", "messages must hold at least one message.", param="messages")
         if len(conversation.messages) > self.max_messages:
@@ -99,7 +121,20 @@ class ConversationLimits:
         self.check_output(conversation.output, conversation.output_param)
         for tool, where in zip(conversation.tools, conversation.schema_places, strict=True):
             self._check_size(tool, where)
-        _check_template_kwargs(conversation)
+        self._check_template_kwargs(conversation, variables)
+
+    def _check_template_kwargs(self, conversation: Conversation, variables: Collection[str]) -> None:
+        allowed = TEMPLATE_KWARGS | (frozenset(variables) - OWN_VARIABLES)
+        unknown = sorted(set(conversation.template_kwargs) - allowed)
+        if unknown:
+            shown = repr(unknown[0][:200])
+            what = f"chat_template_kwargs may not hold {shown}, which the model's chat template does not read."
+            hint = f"Allowed: {', '.join(sorted(allowed))}."
+            raise QuireError("invalid_value", what, hint, "chat_template_kwargs")
+        size = len(json.dumps(conversation.template_kwargs)) if conversation.template_kwargs else 0
+        if size > self.max_schema:
+            what = f"The chat_template_kwargs have {size} characters, the limit is {self.max_schema}."
+            raise QuireError("schema_too_large", what, param="chat_template_kwargs")
 
     def check_output(self, output: GrammarSpec | None, param: str = "response_format") -> GrammarSpec | None:
         if output is not None and len(output.value) > self.max_schema:
@@ -133,13 +168,6 @@ def check_tools(conversation: Conversation) -> None:
     if wants_tool and conversation.tool_choice != "required" and conversation.tool_choice not in names:
         what = f"tool_choice names {conversation.tool_choice!r}, which is not among the tools."
         raise QuireError("invalid_value", what, param="tool_choice")
-
-
-def _check_template_kwargs(conversation: Conversation) -> None:
-    unknown = sorted(set(conversation.template_kwargs) - TEMPLATE_KWARGS)
-    if unknown:
-        what = f"chat_template_kwargs may not hold {unknown[0]!r}. Allowed: {', '.join(sorted(TEMPLATE_KWARGS))}."
-        raise QuireError("invalid_value", what, param="chat_template_kwargs")
 
 
 def _check_tool(tool: Any, index: int) -> None:

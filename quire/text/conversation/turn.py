@@ -95,7 +95,7 @@ class ChatRenderer:
     def render(self, conversation: Conversation, max_tokens: int) -> ChatTurn:
         """Return the turn's prompt, of at most `max_tokens` tokens. Raises `QuireError` for an invalid conversation."""
         if self.limits is not None:
-            self.limits.check(conversation)
+            self.limits.check(conversation, self.template.variables)
         check_tools(conversation)
         tools = conversation.tools if conversation.tool_choice != "none" else []
         shows_tools = self.formats.replay.shows_tools

@@ -144,7 +144,8 @@ def compile_template(source: str, now: Callable[[], datetime]) -> tuple[jinja2.T
         sandbox.filters[name] = _narrow(sandbox.filters[name])
     sandbox.filters[_PLAIN_TEXT] = _plain_text
     tree = sandbox.parse(source)
-    variables = frozenset(meta.find_undeclared_variables(tree) - set(sandbox.globals))
+    # The search folds constants inside the tree it is given, so it gets one of its own.
+    variables = frozenset(meta.find_undeclared_variables(sandbox.parse(source)) - set(sandbox.globals))
     _count_turns(tree)
     if any(f".{name}(" in source for name in _GROWING):
         _own_lists(tree)

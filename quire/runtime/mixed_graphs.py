@@ -94,7 +94,7 @@ class MixedGraphs:
 
     def run(self, plan: Plan, choose: bool) -> MixedResult | None:
         """Replays the step's graph; returns None if there is none. `choose`: every row uses greedy or temperature
-        sampling only."""
+        sampling only, and none has drafts."""
         size = fitting_size(plan, self._graphs)
         if size is None:
             return None
@@ -107,7 +107,7 @@ class MixedGraphs:
             if work.is_used:
                 work.fill(counts, bounds)
         captured.graph.replay()
-        count, outputs = sum(row.wants_sample for row in plan.rows), captured.outputs
+        count, outputs = num_samples(plan), captured.outputs
         chosen = fetch_chosen(outputs.chosen, count) if choose and count else None
         return MixedResult(captured.inputs.views["sample_rows"][:count], outputs.hidden[:count], chosen)
 
@@ -147,6 +147,11 @@ class MixedGraphs:
         return _MixedOutputs(hidden, choose_tokens(self._ops, self._model.logits(hidden), *draws, append_to))
 
 
+def num_samples(plan: Plan) -> int:
+    """Returns how many tokens the step samples: one for each row that samples, and one for each draft."""
+    return sum(1 + row.num_drafts for row in plan.rows if row.wants_sample)
+
+
 def mixed_sizes(max_rows: int) -> list[MixedSize]:
     """Returns the sizes to capture, small ones first: those of a mostly cached prompt, alone and beside decode rows."""
     found = []
@@ -160,11 +165,12 @@ def mixed_sizes(max_rows: int) -> list[MixedSize]:
 def fitting_size(plan: Plan, captured: Mapping[MixedSize, Any]) -> MixedSize | None:
     """Returns the smallest captured size that the plan fits without much padding; None if there is none."""
     tokens = sum(row.count for row in plan.rows)
-    decodes = sum(row.count == 1 for row in plan.rows)
+    decodes = sum(row.count == 1 for row in plan.rows)  # rows with drafts take the place of prefills
     if len(plan.rows) - decodes > MAX_PREFILLS:
         return None
-    most = max(SMALL, int(MAX_PADDING * tokens))
+    most, samples = max(SMALL, int(MAX_PADDING * tokens)), num_samples(plan)
     fits = [size for size in captured if tokens <= size.tokens <= most and decodes <= size.decodes]
+    fits = [size for size in fits if samples <= size.samples]
     return min(fits, key=lambda size: (size.tokens, size.decodes), default=None)
 
 

@@ -162,6 +162,33 @@ class DeviceRows:
         )
         return Decode(step, inputs.lengths, inputs.keys, inputs.scales)
 
+    def gather_verify(self, sent: dict[str, Tensor]) -> Step:
+        """Gathers a step whose every token is a row of a decode step, from arrays on the device, as CUDA graphs need.
+
+        `sent`, each [tokens] int64: `rows`, with the padding row behind the step's own, `offsets`: tokens of the same
+        row before each, `counts`: tokens of the same row in all, 0 for padding.
+        """
+        rows, num_tokens = sent["rows"], len(sent["rows"])
+        before = self.computed[rows]
+        positions = before + sent["offsets"]
+        groups: dict[str, PagedInputs | StateInputs] = {}
+        for spec, table in zip(self.specs, self._tables, strict=False):
+            assert spec.kind == "paged", "recurrent state takes a row's tokens in turn"
+            groups[spec.group] = PagedInputs(table, self._slots(table, rows, positions), row_index=rows)
+        starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=self.device)
+        step = Step(
+            tokens=self.tokens[rows, positions].long(),
+            positions=positions,
+            query_starts=starts,
+            seq_lens=(positions + 1).to(torch.int32),
+            logits_index=starts[:num_tokens],
+            groups=groups,
+            counts=[1] * num_tokens,
+            len_bounds=[self.max_len] * num_tokens,
+        )
+        self.computed[rows] = before + sent["counts"]
+        return step
+
     def _groups(self, rows: Tensor, token_rows: Tensor, positions: Tensor) -> dict[str, PagedInputs | StateInputs]:
         groups: dict[str, PagedInputs | StateInputs] = {}
         for spec, table in zip(self.specs, self._tables, strict=False):
@@ -179,10 +206,13 @@ class DeviceRows:
         return {spec.group: self._pages(table, rows, token_rows, positions) for spec, table in pairs}
 
     def _pages(self, table: Tensor, rows: Tensor, token_rows: Tensor, positions: Tensor) -> PagedInputs:
-        size = self._page_tokens
-        slots = table[token_rows, positions // size].long() * size + positions % size
+        slots = self._slots(table, token_rows, positions)
         # Page tables are copied at full width: kernels are compiled for one width, and the copy is cheaper.
         return PagedInputs(table.index_select(0, rows), slots)
+
+    def _slots(self, table: Tensor, token_rows: Tensor, positions: Tensor) -> Tensor:
+        size = self._page_tokens
+        return table[token_rows, positions // size].long() * size + positions % size
 
     def append(self, rows: Tensor, lengths: Tensor, tokens: Tensor) -> None:
         """Writes each sample behind the tokens it follows. What follows a rejected draft is overwritten later."""

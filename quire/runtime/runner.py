@@ -20,6 +20,7 @@ from quire.runtime.rejection import Rejection
 from quire.runtime.rows import DeviceRows
 from quire.runtime.samples import StepSamples
 from quire.runtime.store import CacheStore
+from quire.runtime.verify_graphs import VerifyGraphs
 from quire.sampling.batch import Batch, Histories
 from quire.sampling.logprobs import Logprobs, prompt_logprobs, to_records
 from quire.sampling.rows import SamplingRows
@@ -67,6 +68,7 @@ class Runner:
         sampler: TokenSampler,
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
+        verify: VerifyGraphs | None = None,
         *,
         proposals: Proposals | None = None,
         rejection: Rejection | None = None,
@@ -80,6 +82,7 @@ class Runner:
         self._sampler = sampler
         self._graphs = graphs
         self._mixed = mixed
+        self._verify = verify
         self._proposals = proposals
         self._rejection = rejection
         self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, number of alternatives)
@@ -106,10 +109,14 @@ class Runner:
             decoded = self._graphs.run(rows, choose=not plan.may_mask and self._sampling.is_plain(rows))
             self.store.apply(plan.snapshots)
             return Forward(plan, decoded.rows, decoded.logits, {}, chosen=decoded.chosen, hidden=decoded.hidden)
+        if self._verify is not None and not self._pooling and self._verify.fits(plan):
+            verified = self._verify.run(plan)
+            self.store.apply(plan.snapshots)
+            return Forward(plan, verified.rows, verified.logits, {}, hidden=verified.hidden)
         samples_only = not (self._pooling or self._prompt_top or keeps_hidden)
-        if self._mixed is not None and samples_only and not plan.drafts:
+        if self._mixed is not None and samples_only:
             sampled = [row.row for row in plan.rows if row.wants_sample]
-            plain = not plan.may_mask and self._sampling.is_plain(sampled)
+            plain = not (plan.may_mask or plan.drafts) and self._sampling.is_plain(sampled)
             computed = self._mixed.run(plan, choose=plain)
             if computed is not None:
                 self.store.apply(plan.snapshots)
@@ -168,6 +175,8 @@ class Runner:
             self.warm_up(num_decodes, num_tokens)
             yield
         yield from self._graphs.capture_missing()
+        if self._verify is not None:
+            yield from self._verify.capture_missing()
         if self._mixed is not None:
             yield from self._mixed.capture_missing()
 

@@ -53,6 +53,7 @@ from quire.runtime.row_trial import settle_row_ops
 from quire.runtime.rows import DeviceRows
 from quire.runtime.runner import Runner
 from quire.runtime.store import CacheStore
+from quire.runtime.verify_graphs import VerifyGraphs
 from quire.sampling.fused import ALL_KERNELS, INEXACT_KERNELS
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler, TokenSampler
@@ -310,6 +311,9 @@ def build_runner(
     row_ops = None if sampling_ops is None else try_row_ops(model, config, max_model_len, device, device, findings)
     graphs = DecodeGraphs(model, store.tensors, rows, row_ops, limits.max_rows) if row_ops is not None else None
     mixed = _mixed_graphs(model, store, rows, row_ops, graphs, limits.max_rows)
+    verify = None
+    if config.engine.speculate != "off":
+        verify = _verify_graphs(model, store, rows, graphs, limits.max_rows)
     sampling = SamplingRows(limits.max_rows, model.vocab_size, device)
     choice = select_choice(device.type, config.engine.kernels)
     sampler = Sampler(model.vocab_size, device, sampling_ops, choice, _required_kernels(config))
@@ -326,6 +330,7 @@ def build_runner(
         shared,
         graphs,
         mixed,
+        verify,
         proposals=proposals,
         rejection=Rejection(sampler, proposals) if by_rejection else None,
         max_batch_tokens=limits.max_batch_tokens,
@@ -402,6 +407,15 @@ def _logits_dtype(model: Model) -> torch.dtype:
     """Returns the dtype of the model's computation; stored weights may have a smaller type."""
     weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
     return next((weight.dtype for weight in weights if weight.dtype in TOLERANCE), torch.float32)
+
+
+def _verify_graphs(
+    model: Model, store: CacheStore, rows: DeviceRows, graphs: DecodeGraphs | None, max_rows: int
+) -> VerifyGraphs | None:
+    """Returns graphs of steps with drafts; None unless decodes are captured and all state is paged."""
+    if graphs is None or any(spec.kind != "paged" for spec in model.specs) or model.captures_decodes_only():
+        return None
+    return VerifyGraphs(model, store.tensors, rows, max_rows, graphs.pool, graphs.stream)
 
 
 def _mixed_graphs(

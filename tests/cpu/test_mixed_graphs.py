@@ -16,6 +16,7 @@ from quire.runtime.mixed_graphs import (
     _MixedOutputs,
     fitting_size,
     mixed_sizes,
+    num_samples,
     pad_step,
 )
 from quire.runtime.rows import DeviceRows, list_step
@@ -85,6 +86,21 @@ def test_too_many_prompts_at_once_are_not_padded() -> None:
     rows = [(row, 0, 4, True) for row in range(MAX_PREFILLS)]
     assert fitting_size(plan_of(*rows), sizes) is not None
     assert fitting_size(plan_of(*rows, (50, 0, 4, True)), sizes) is None
+
+
+def test_rows_with_drafts_take_the_place_of_prompts() -> None:
+    plan = plan_of((1, 0, 60, True), (2, 9, 4, True), (3, 9, 1, True))
+    plan.rows[1].num_drafts, plan.drafts = 3, {1: [5, 6, 7]}
+    assert num_samples(plan) == 1 + 4 + 1
+    sizes = dict.fromkeys(mixed_sizes(256))
+    assert fitting_size(plan, sizes) == MixedSize(128, 64)
+    arrays = pad_step(list_step(plan), MixedSize(128, 64), 99)
+    assert arrays["sample_rows"][:7].tolist() == [1, 2, 2, 2, 2, 3, 99]
+    assert arrays["logits_index"][:6].tolist() == [59, 60, 61, 62, 63, 64]
+    assert arrays["sample_places"][:6].tolist() == [0, 1, 1, 1, 1, 2]
+    many = plan_of((1, 0, 60, True), (2, 9, 13, True))
+    many.rows[1].num_drafts, many.drafts = 12, {1: [5] * 12}
+    assert fitting_size(many, {MixedSize(128, 0): None}) is None, "more samples than the size has"
 
 
 class Replayed:

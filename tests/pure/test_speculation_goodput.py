@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from quire.engine.speculation.audit import MAX_SHARE, MIN_INTERVAL, AuditBudget
+from quire.engine.speculation.device import DeviceProposer
 from quire.engine.speculation.goodput import ROWS_PER_LOOK, WAIT_TRIAL, GoodputDrafter
 from quire.engine.speculation.seam import Draft
 from quire.engine.speculation.survival import SurvivalRecord
@@ -193,6 +194,23 @@ def test_requests_whose_drafts_do_not_pay_are_seldom_waited_for() -> None:
             ask.tokens.append(len(ask.tokens))
             observe(drafter, Plan(0, [PlanRow(ask.id, 0, len(ask.tokens) - 2, 1, 0, True)]), steep(1))
     assert 5 <= waited <= 30, f"{waited}: now and then, to notice when they do"
+
+
+def test_rows_wait_for_proposals_of_the_device_that_pay() -> None:
+    """It proposes for rows that are in one step in flight, so where steps overlap a row would else never get any."""
+    device = DeviceProposer("draft")
+    drafter, rows = GoodputDrafter([], device=device), [request("a"), request("b")]
+    assert not drafter.waits(in_flight(rows[0])), "nothing is known yet"
+    for size in (1, 2, 8):
+        drafter.costs.observe_decodes(size, size * FIRST, 0.001)
+    device.timed(1, 0.0001)
+    assert min(drafter.plan_proposals(rows, 2).values()) > 1
+    assert all(drafter.waits(in_flight(one)) for one in rows)
+    drafter._requests["a"].settle(paid=False)
+    assert [drafter.waits(in_flight(rows[0])) for _ in range(2)] == [False, True], "it rests after drafts that did not"
+    for _ in range(30):
+        device.timed(1, 1.0)
+    assert not drafter.plan_proposals(rows, 2) and not drafter.waits(in_flight(rows[1])), "too slow"
 
 
 def test_many_rows_are_looked_at_in_turn() -> None:

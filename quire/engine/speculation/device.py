@@ -53,6 +53,7 @@ class DeviceProposer:
         self._places = [_Place() for _ in range(LONGEST)]
         self._seconds: float | None = None  # of one pass
         self._num_decisions = 0
+        self.expected = 0.0  # accepted drafts of a row whose proposals have the length that was last found best
 
     def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
         return [self._find(request, budget) for request in requests]
@@ -74,11 +75,13 @@ class DeviceProposer:
         """Return how many drafts are worth proposing for each of `num_rows` rows with `num_keys` tokens in all; 0:
         none."""
         self._num_decisions += 1
+        self.expected = FIRST_GUESS
         base = costs.seconds(num_rows, num_keys)
         if base is None:
             return 0  # the first step of all is timed alone
         if self._seconds is None:
             return TRIAL_LENGTH
+        self.expected = 0.0
         keys_per_row = num_keys // max(num_rows, 1)
         best, best_rate = 0, num_rows / base
         tokens, survival = float(num_rows), 1.0
@@ -90,7 +93,7 @@ class DeviceProposer:
             assert seconds is not None
             rate = tokens / (seconds + length * self._seconds)
             if rate > best_rate:
-                best, best_rate = length, rate
+                best, best_rate, self.expected = length, rate, tokens / num_rows - 1
         if not best and self._num_decisions % TRIAL == 0:
             return TRIAL_LENGTH
         return best

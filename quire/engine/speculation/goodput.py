@@ -122,16 +122,21 @@ class GoodputDrafter:
         interval = WAIT_TRIAL if state.is_in_vain else 1 + num_rows // ROWS_PER_LOOK
         if self._rest > 0 or state.num_decisions % interval:
             return False
+        worth = WORTH_WAITING if num_rows > 1 else WORTH_WAITING_ALONE
         self._score(request)
         for _, draft in self._find(self._hosts, [request]):
             self._counts[draft.source].add_drafted(len(draft.tokens))
             # The first guess is that of the token in flight. Where a grammar forces several tokens, all are certain.
-            worth = WORTH_WAITING if num_rows > 1 else WORTH_WAITING_ALONE
             state.has_waited = sum(self._survival.correct(request, draft)[request.pending :]) >= worth
             if state.has_waited:
                 state.rest = 0
             return state.has_waited
-        return False
+        if self._device is None:
+            return False
+        if state.rest > 0:
+            state.rest -= 1
+            return False
+        return self._device.expected >= worth  # the device proposes for rows that are in one step in flight
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         state = self._requests.get(request.id)

@@ -19,7 +19,7 @@ from quire.types import Delta, FinishReason, QuireError, Request, Timing, Usage
 
 MAX_UNSENT = 10_000  # frames waiting because the engine does not read; above it new requests are refused
 MAX_LOSSES = 2  # engine losses at the same token of a request, the last with it alone in the step
-OVERDUE_SECONDS = 5.0  # after its deadline, until a request is ended without the engine
+OVERDUE_SECONDS = 5.0  # time after its deadline at which the client ends a request that the engine did not end
 
 
 @dataclass(slots=True)

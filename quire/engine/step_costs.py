@@ -13,30 +13,30 @@ from dataclasses import dataclass, field
 from quire.engine.prompt_costs import CostModel
 from quire.types import Plan
 
-MAX_TOKENS = 512  # larger steps are not timed one by one
+MAX_TOKENS = 512  # steps with more tokens are not timed by their size
 KEYS_PER_BAND = 1024  # keys per token in the first band of contexts; each next band is twice as wide
-SLOWER, FASTER = 0.1, 0.2  # how fast the pace follows: what disturbs a step makes it slower, never faster
-SETTLED = 4  # steps of one size from which on they move the pace
-MIN_WEIGHT = 0.03  # of a new time in that of its size
-SLOW = 4.0  # a step this many times slower than expected has waited for something else
-MAX_SURPRISE = 2.5  # the first time of a size counts at most so many times what was expected
-PATIENCE = 3  # slow steps in a row after which they count
+SLOWER, FASTER = 0.1, 0.2  # weight of a slower and of a faster step in the pace; disturbances only slow steps down
+SETTLED = 4  # number of timed steps of one size before steps of that size change the pace
+MIN_WEIGHT = 0.03  # minimum weight of a new time in the mean of its size
+SLOW = 4.0  # a step this many times slower than expected is attributed to other load on the machine
+MAX_SURPRISE = 2.5  # bound on the first time of a size, as a multiple of the expected time
+PATIENCE = 3  # number of consecutive slow steps from which on they count
 PER_TOKEN = 0.12  # first guess: what one more token costs, relative to a step of one
-REFIT = 8  # new times after which sizes are compared again; at once for a size that is hardly known
-MAX_WEIGHT = 20  # steps that one size counts for at most when sizes are compared
+REFIT = 8  # number of new times after which the curve is fitted again; at once for a size with few times
+MAX_WEIGHT = 20  # maximum weight of one size in the fit, in steps
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What of a plan decides how long it takes."""
+    """The sizes in a plan that determine how long its step takes."""
 
     decodes: int  # rows that compute one token, besides drafts and replayed tokens
     num_tokens: int  # of these rows, drafts and replayed tokens included
-    num_keys: int  # that these tokens attend to
+    num_keys: int  # number of keys that these tokens attend to
     num_drafts: int
     num_replayed: int
     prompt_tokens: int
-    prompt_pairs: int  # of a prompt token and a key
+    prompt_pairs: int  # number of pairs of a prompt token and a key that it attends to
 
     @classmethod
     def of(cls, plan: Plan) -> StepSize:

@@ -21,8 +21,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Meeting:
-    """What the ranks of a group share. Each operation passes the barrier twice: when all have given their values, and
-    when all have read them."""
+    """The state that the ranks of a group share.
+
+    Each operation passes the barrier twice: when all have given their values, and when all have read them.
+    """
 
     size: int
     seconds: float

@@ -21,7 +21,7 @@ from quire.kernels.native.hooks import Hook
 from quire.kernels.native.library import load_library
 from quire.parallel.communicator import RankTimeout
 
-SLOT_BYTES = 1 << 20  # of one rank in one turn; larger tensors take several turns
+SLOT_BYTES = 1 << 20  # bytes that one rank exchanges in one turn; larger tensors take several turns
 SHARED_FOLDER = Path("/dev/shm")
 
 

@@ -22,8 +22,8 @@ from quire.ranks.messages import AgreedCache, FromRank, RankFailed, RankLoaded, 
 from quire.ranks.socket_links import FrameSocket, SocketRankConnection
 from quire.types import QuireError
 
-START_SECONDS = 600.0  # for loading the model
-END_SECONDS = 2.0  # for ranks to end by themselves
+START_SECONDS = 600.0  # deadline of loading the model on all ranks
+END_SECONDS = 2.0  # time in which ranks should end by themselves before they are killed
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""What one rank runs: it reads plans and masks from its link, executes them in order, and answers if it is the rank
-that samples. It decides nothing.
+"""The loop of one rank: it reads plans and masks from its link and executes them in order. The rank that samples also
+sends the outputs. A rank decides nothing.
 
 A rank that fails sends a `RankFailure` and ends, because its place in the group's sequence of collectives is lost.
 """
@@ -36,7 +36,7 @@ class _Forwarded:
 class RankLoop:
     """Executes the plans of an engine on one rank."""
 
-    workers: Workers  # of this rank alone
+    workers: Workers  # the workers of this rank alone
     link: RankLink
     answers: bool  # whether this rank's outputs are the group's
     on_step: Callable[[int], None] = lambda step: None  # called with the number of each step before it runs

@@ -18,7 +18,7 @@ from quire.ranks.messages import RankFailed, decode_from_rank
 from quire.types import QuireError
 
 LENGTH = struct.Struct("<I")
-LOOK_SECONDS = 0.25  # between two looks at the ranks while a step runs
+LOOK_SECONDS = 0.25  # interval at which the ranks are checked while a step runs
 
 
 class FrameSocket:

@@ -24,7 +24,7 @@ def has_stores(config: Config) -> bool:
 
 
 def weights_version(config: Config, files: ModelFiles) -> bytes:
-    """Returns by what the prefixes of this model are named; empty without stores, where it names no file."""
+    """Returns the digest of the weights, which is part of the keys of blocks in stores; empty without stores."""
     if not has_stores(config):
         return b""
     model, engine = config.model, config.engine

@@ -26,7 +26,7 @@ from quire.agent.tools.seam import ToolResult
 from quire.agent.tools.toolbox import Toolbox
 from quire.types import PromptTooLong, QuireError
 
-MAX_CORRECTIONS = 2  # of malformed calls, one after the other
+MAX_CORRECTIONS = 2  # maximum number of consecutive answers with malformed calls that the model may correct
 _ROOM_SHARE = 4  # a quarter of the context is kept free for an answer, at most MAX_ROOM
 MAX_ROOM = 4096
 
@@ -165,7 +165,7 @@ class Agent:
         return Question(context, schemas, tool_choice, self.strict, self.sampling)
 
     def _ask(self, question: Question) -> ModelAnswer:
-        """Streams one answer. What has arrived is in the session's file, whatever ends the stream."""
+        """Streams one answer. Text that has arrived is in the session's file even if the stream breaks off."""
         item: dict[str, dict[str, Any]] = {}
         self._turn.requests += 1
         with closing(self.engine.ask(question)) as stream:
@@ -281,7 +281,7 @@ class Agent:
             if size + min(1024, limit // 4) <= limit:
                 break
             longest = min(longest, 8000) // 2
-            if longest < 400:  # results are not what fills it: drop the oldest messages
+            if longest < 400:  # no long results fill the context: drop the oldest messages
                 head = without_orphans(head[:1] + head[1 + max(1, len(head) // 3) :])
                 longest = 400
         answer = self._ask_quietly(question)

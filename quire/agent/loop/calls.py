@@ -21,7 +21,7 @@ from quire.agent.tools.toolbox import Toolbox
 from quire.types import QuireError
 
 MAX_PARALLEL = 8
-_STOP_SECONDS = 10.0  # for calls to end after Ctrl-C
+_STOP_SECONDS = 10.0  # time in which calls must end after Ctrl-C
 INTERRUPTED = "The user interrupted this call."
 ABANDONED = "The user interrupted this call, and it did not end; it may still be running."
 

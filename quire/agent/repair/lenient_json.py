@@ -147,10 +147,10 @@ class _LenientParser:
             if re.fullmatch(r"[0-9a-fA-F]{4}", digits):
                 return self._unicode(int(digits, 16), at + 5)
         if char == "\n":
-            return "", at + 1  # a continued line
+            return "", at + 1  # a backslash before a line break joins two lines
         if char in _ESCAPES:
             return _ESCAPES[char], at + 1
-        return "\\" + char, at + 1  # such as \d of a pattern, whose backslash should have been doubled
+        return "\\" + char, at + 1  # a pattern such as \d, whose backslash should have been doubled
 
     def _unicode(self, code: int, at: int) -> tuple[str, int]:
         low = re.match(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})", self._text[at : at + 6])
@@ -159,7 +159,7 @@ class _LenientParser:
         return ("�" if 0xD800 <= code < 0xE000 else chr(code)), at
 
     def _check_end(self, opening: str, closing: str) -> None:
-        """A quote ends its text only if what follows can follow a text; else it was meant as part of it."""
+        """Refuses a quote after which no string can end: it was probably meant as part of the string."""
         at = self.space(self.at)
         char = self._text[at : at + 1]
         new_line = "\n" in self._text[self.at : at]

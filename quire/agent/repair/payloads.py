@@ -108,7 +108,7 @@ def read_payload(payload: str, schemas: Schemas) -> list[NamedCall]:
     if fence is not None:
         text = fence["body"].strip()
     if text.startswith(('{\\"', '[{\\"')):
-        text = text.replace('\\"', '"')  # JSON that was escaped once too often
+        text = text.replace('\\"', '"')  # the quotes of this JSON were escaped twice
     react = _REACT.match(text)
     if react is not None:
         return [_named(react[1], _first_object(react[2]), schemas)]

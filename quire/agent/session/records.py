@@ -24,7 +24,7 @@ LOST_RESULT = "The session ended while this call ran. It may have run partly; ch
 
 @dataclass(slots=True)
 class SessionState:
-    """What the records so far add up to."""
+    """The state of a session after the records so far."""
 
     id: str = ""
     created: float = 0.0

@@ -22,7 +22,7 @@ class Risk(Enum):
 
 @dataclass(slots=True)
 class ToolResult:
-    """What a call came to. `content` is for the model, the rest for people and programs."""
+    """The result of a call. `content` is for the model, the rest for people and programs."""
 
     content: str
     is_error: bool = False

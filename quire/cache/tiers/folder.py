@@ -20,7 +20,7 @@ MARKER = "quire-cache"
 VERSION = "1"
 NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}-[0-9]{3}")
 TEMPORARY = ".tmp"
-STALE_SECONDS = 3600.0  # after which a temporary file is left over from a crash, also on a shared folder
+STALE_SECONDS = 3600.0  # age from which a temporary file counts as left over from a crash, also in a shared folder
 
 
 class StoredFile(NamedTuple):
@@ -32,7 +32,7 @@ class StoredFile(NamedTuple):
 
 
 class BlockStore(Protocol):
-    """Where files of blocks are kept. Calls come from several threads and may block; errors are `OSError`."""
+    """A store of block files. Calls come from several threads and may block; errors are `OSError`."""
 
     is_shared: bool  # other engines write to it, so it is scanned again and again
 

@@ -45,11 +45,11 @@ class HostTier:
         self._blocks: list[OrderedDict[bytes, HostBlock]] = [OrderedDict() for _ in sizes]  # least recently used first
         self._num_pinned = [0] * len(sizes)
         self._arriving: dict[BlockId, HostBlock] = {}  # stored by a step that has not committed
-        self._unplanned: list[BlockId] = []  # of these, those whose copies are in no plan yet
+        self._unplanned: list[BlockId] = []  # blocks in `_arriving` whose copies are in no plan yet
         self._storing: StepQueue[list[BlockId]] = StepQueue()
         self._loading: StepQueue[list[tuple[BlockId, HostBlock, int]]] = StepQueue()
         self._unplanned_loads: list[tuple[BlockId, HostBlock, int]] = []
-        self._expected: dict[BlockId, int] = {}  # being loaded from below, and the unit of each
+        self._expected: dict[BlockId, int] = {}  # blocks that a tier below loads -> the unit of each
         self._dropped: list[tuple[int, HostBlock]] = []  # pinned blocks that are no longer found
         self._outs: list[Copy] = []  # the next plan begins with them
         self._done: list[BlockTransfer] = []

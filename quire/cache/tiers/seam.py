@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlockId:
-    """What one group has after one exact prefix."""
+    """The name of a block: a cache group and the exact prefix after which the group has it."""
 
-    key: bytes  # of the prefix chain, at the block's last token
+    key: bytes  # key of the prefix chain at the block's last token
     group: int  # index into the model's cache specs
     # The keys of the links that a page covers, for tiers that keep 16 tokens at a time; the last one is `key`.
     links: tuple[bytes, ...] = field(default=(), compare=False)
@@ -25,7 +25,7 @@ class BlockTransfer(NamedTuple):
     """A load or store that has ended."""
 
     block: BlockId
-    unit: int  # of the level above
+    unit: int  # the block's unit in the level above
     is_load: bool
     ok: bool
 
@@ -36,7 +36,7 @@ class Tier(Protocol):
     name: str
 
     def has(self, block: BlockId) -> bool:
-        """Whether a load of the block can start. What is being stored is not visible yet."""
+        """Whether a load of the block can start. A block that is still being stored is not visible."""
         ...
 
     def load(self, block: BlockId, unit: int) -> bool:
@@ -56,8 +56,8 @@ class Tier(Protocol):
 class TierStats:
     """Counters of one tier since the start."""
 
-    num_blocks: int = 0  # now
-    num_bytes: int = 0  # now
+    num_blocks: int = 0  # blocks in the tier now
+    num_bytes: int = 0  # bytes in the tier now
     hits: int = 0  # blocks loaded
     stores: int = 0
     loaded_bytes: int = 0
@@ -65,12 +65,12 @@ class TierStats:
     drops: int = 0  # stores without room or with a full queue
     evictions: int = 0
     failures: int = 0  # loads and stores that failed
-    corrupt: int = 0  # of these, loads of damaged or foreign blocks
+    corrupt: int = 0  # loads of damaged or foreign blocks, which are among the failures
     queued: int = 0  # transfers under way, now
 
 
 class TierFault(NamedTuple):
-    """Why a tier can't be used as it should, for operators; told once for each kind."""
+    """A problem of a tier, as a line for operators. Each kind is reported once."""
 
     kind: str
     what: str

@@ -19,15 +19,15 @@ from quire.cache.tree import ABSENT
 from quire.types import Request
 
 MAX_QUEUED = 8192  # blocks that wait to be copied to host memory
-STORE_BYTES = 16 << 20  # copied to host memory by one plan
-MIN_GAIN = 0.95  # of the time of computing: the most that a load may take
-LOAD_PATIENCE = 4.0  # times the expected time, after which a request computes instead
-MIN_PATIENCE = 1.0  # seconds
+STORE_BYTES = 16 << 20  # bytes that one plan copies to host memory
+MIN_GAIN = 0.95  # maximum time of a load, as a share of the time to compute the same tokens
+LOAD_PATIENCE = 4.0  # a request computes instead once its load takes this many times the expected time
+MIN_PATIENCE = 1.0  # minimum seconds before a request computes instead
 
 
 @dataclass(slots=True)
 class Staging:
-    """A request that waits for blocks, and what keeps those that have come."""
+    """A request that waits for blocks, and the references that keep the blocks that have arrived."""
 
     request: Request
     give_up_at: float
@@ -50,10 +50,10 @@ class TierStack:
         self.num_refused = 0  # loads that computing was expected to beat
         self._clock = clock
         self._new: deque[tuple[BlockId, int]] = deque()  # blocks of the tree that no store has, and their device units
-        self._to_store: dict[BlockId, BlockId] = {}  # on their way through host memory, with their links
-        self._writing: dict[BlockId, tuple[HostBlock, int]] = {}  # pinned, and the number of stores that read it
+        self._to_store: dict[BlockId, BlockId] = {}  # block on its way through host memory -> its links
+        self._writing: dict[BlockId, tuple[HostBlock, int]] = {}  # the pinned block, and how many stores read it
         self._loading: dict[BlockId, list[Staging]] = {}
-        self._staged: dict[str, Staging] = {}  # by request
+        self._staged: dict[str, Staging] = {}  # request id -> its blocks
         self._ready: list[Request] = []
         self._arrived: list[tuple[BlockId, int]] = []  # blocks that are in host memory once their transfer has ended
 
@@ -202,12 +202,12 @@ class TierStack:
             store.cancel_all()
 
     def close(self) -> None:
-        """Write what is queued, and end the threads."""
+        """Write the queued blocks, and end the threads."""
         for store in self.stores:
             store.close()
 
     def check(self, waiting: Iterable[Request]) -> None:
-        """Assert that requests wait for what is loaded, and that nothing is kept for others."""
+        """Assert that requests wait only for blocks that are being loaded, and that no ended request keeps a block."""
         missing = {block for staging in self._staged.values() for block in staging.missing}
         assert missing <= self._loading.keys(), "a request waits for a block that nothing loads"
         assert {request.id for request in waiting} <= set(self._staged), "a request waits for nothing"

@@ -20,13 +20,13 @@ from quire.cache.tiers.folder import BlockStore
 from quire.cache.tiers.seam import BlockId, BlockTransfer, TierFault, TierStats
 
 NUM_THREADS = 4
-MAX_STORES = 256  # queued units
+MAX_STORES = 256  # maximum number of units that wait to be stored
 MAX_LOADS = 4096
 FIRST_RATE = 500e6  # bytes per second, before any load was timed
-RATE_WEIGHT = 0.3  # of a new measurement
-SPAN_SECONDS = 0.05  # of a measurement
-SCAN_SECONDS = 2.0  # between two scans of a shared store
-LOW_WATERMARK = 0.95  # of the quota, down to which files are deleted once it is exceeded
+RATE_WEIGHT = 0.3  # weight of a new measurement of the rate
+SPAN_SECONDS = 0.05  # duration of one measurement of the rate
+SCAN_SECONDS = 2.0  # interval between two scans of a shared store
+LOW_WATERMARK = 0.95  # share of the quota down to which files are deleted once it is exceeded
 
 
 class HostUnits(Protocol):
@@ -83,10 +83,10 @@ class StoredTier:
         self._lock = threading.Condition()
         self._sizes: OrderedDict[str, int] = OrderedDict()  # file -> bytes, least recently used first
         self._jobs: deque[_Job] = deque()  # loads before stores
-        self._num_stores = 0  # of the queued jobs
+        self._num_stores = 0  # number of stores among the queued jobs
         self._storing: set[BlockId] = set()
         self._num_active = 0  # jobs that a thread works on
-        self._load_bytes = 0  # of queued and active loads
+        self._load_bytes = 0  # bytes of queued and active loads
         self._span = (0.0, 0)  # begin of a run of loads, and the bytes loaded since
         self._done: deque[_Job] = deque()
         self._faults: dict[str, TierFault] = {}

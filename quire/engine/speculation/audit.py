@@ -6,18 +6,18 @@ engine runs. The time that audits are expected to lose is bounded by a share of 
 
 from __future__ import annotations
 
-MIN_INTERVAL = 64  # choices between two audits
-MAX_SHARE = 0.005  # of the time of steps, that audits may cost
+MIN_INTERVAL = 64  # minimum number of choices between two audits
+MAX_SHARE = 0.005  # maximum share of the steps' time that audits may cost
 
 
 class AuditBudget:
-    """When a step may take the opposite choice."""
+    """Decides when a step may take the opposite choice."""
 
     def __init__(self) -> None:
         self.num_audits = 0
         self._lost = 0.0  # expected seconds that audits have cost
         self._total = 0.0  # seconds of all steps
-        self._num_choices = 0  # since the last audit
+        self._num_choices = 0  # number of choices since the last audit
 
     @property
     def share(self) -> float:

@@ -31,7 +31,7 @@ MODEL = "draft:"  # followed by the draft model
 class SpeculateSetting:
     """The setting `speculate`, divided into its parts."""
 
-    proposers: tuple[str, ...]  # of the host
+    proposers: tuple[str, ...]  # names of the proposers that run on the host
     draft_model: str | None = None
     head: bool = False  # the checkpoint must have layers for several tokens
     head_if_any: bool = False  # such layers are used if the checkpoint has them

@@ -15,12 +15,12 @@ from quire.engine.step_costs import StepCosts
 from quire.types import Request
 
 LONGEST = 8  # drafts proposed for one row
-FIRST_GUESS = 0.7  # that a draft is accepted if those before it are, until it is known
-PRIOR = 4.0  # drafts that the first guess counts for
-WINDOW = 200.0  # drafts per place after which older ones fade
+FIRST_GUESS = 0.7  # assumed probability that a draft is accepted if those before it are, until it is measured
+PRIOR = 4.0  # weight of the first guess, in drafts
+WINDOW = 200.0  # drafts per place that are remembered; older ones fade
 TRIAL = 64  # where nothing pays, one of so many decisions proposes a few drafts, to notice when it would
 TRIAL_LENGTH = 2
-FADE = 0.1  # weight of a new time
+FADE = 0.1  # weight of a new measurement of the time
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class DeviceProposer:
         verification by rejection needs, so a draft's chance is that of its place."""
         self.name = name
         self.by_position = by_position
-        self._proposed: dict[str, tuple[int, Draft]] = {}  # request id -> its length then, the drafts that follow
+        self._proposed: dict[str, tuple[int, Draft]] = {}  # request id -> its length back then, the drafts
         self._places = [_Place() for _ in range(LONGEST)]
-        self._seconds: float | None = None  # of one pass
+        self._seconds: float | None = None  # measured time of one pass
         self._num_decisions = 0
         self.expected = 0.0  # accepted drafts of a row whose proposals have the length that was last found best
 

@@ -37,12 +37,12 @@ Guess = tuple[float, int, str, float]
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is kept of one request."""
+    """The state of one request."""
 
-    rest: int = 0  # steps until the proposers are asked again
+    rest: int = 0  # number of steps until the proposers are called again
     pause: int = 1  # steps from one draft to the next
-    num_decisions: int = 0  # whether to wait for it
-    has_waited: bool = False  # for its token in flight, to draft after that
+    num_decisions: int = 0  # number of decisions whether to wait for its token in flight
+    has_waited: bool = False  # it waited for its token in flight, to draft after that token
     is_in_vain: bool = False  # the drafts for which it waited last did not pay
     source: str = ""  # the proposer of the drafts in flight
     barred: set[str] = field(default_factory=set)  # proposers that have raised an error for it

@@ -20,7 +20,7 @@ class Occurrences:
         self.tokens = tokens
         self.length = 0  # tokens whose n-grams are in the index: those that end before this place
         self._long: dict[tuple[int, ...], list[int]] = {}
-        self._short: dict[tuple[int, ...], int] = {}  # the last place only
+        self._short: dict[tuple[int, ...], int] = {}  # n-gram -> its last place
 
     def extend(self, limit: int) -> bool:
         """Index up to `limit` more tokens. True if every n-gram before the list's end is in the index."""

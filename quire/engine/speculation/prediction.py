@@ -21,9 +21,9 @@ MIN_LOCKED = 4  # agreeing tokens after which the pointer is trusted
 
 @dataclass(slots=True)
 class _Pointer:
-    index: Occurrences  # of the prediction
-    length: int  # tokens of the request that were followed
-    place: int = 0  # in the prediction: the expected next token
+    index: Occurrences  # index of the prediction's tokens
+    length: int  # number of the request's tokens that the pointer has followed
+    place: int = 0  # index in the prediction of the expected next token
     num_agreed: int = MIN_LOCKED  # tokens in a row; most predictions begin as the output does
     is_lost: bool = False  # the last token disagreed, and no place that agrees was found
 

@@ -14,7 +14,7 @@ from quire.types import Request
 
 NUM_BINS = 10
 PRIOR = 8.0  # weight of a proposer's own estimate, in guesses
-WINDOW = 400.0  # guesses per bin after which older ones fade
+WINDOW = 400.0  # guesses per bin that are remembered; older ones fade
 RATE = 0.25  # weight of a new outcome in a request's own correction
 MAX_CORRECTION = 4.0
 FLOOR, CEILING = 0.01, 0.995

@@ -199,7 +199,7 @@ def _diff(before: str, after: str, path: str) -> str:
 
 
 def _nearest(text: str, wanted: str) -> str:
-    """Helps a model whose text differs a little: the place that resembles it most."""
+    """Returns the place that resembles a text most, for a model whose text differs a little from the file."""
     first = next((line.strip() for line in wanted.splitlines() if line.strip()), "")
     lines = text.splitlines()
     near = difflib.get_close_matches(first, [line.strip() for line in lines[:5000]], n=1, cutoff=0.6)

@@ -50,7 +50,7 @@ AskUser = Callable[[ApprovalRequest], tuple[Decision, str]]  # the decision, and
 class Permissions:
     """The rules of one session."""
 
-    allow: Sequence[str] = ()  # such as `shell(git status*)`, `edit_file`, `mcp:files:*`
+    allow: Sequence[str] = ()  # such as `shell(git status*)`, `edit_file`, `mcp__files__*`
     yes: bool = False  # all that runs inside the sandbox is allowed
     ask: AskUser | None = None  # None: nobody can be asked
     remembered: set[str] = field(default_factory=set)

@@ -12,6 +12,7 @@ from quire.agent.engines.seam import AnswerStream, ModelAnswer, ModelCall, Quest
 from quire.edge import Chunk, Edge, Output
 from quire.text.channels import Event, ReasoningDelta, TextDelta
 from quire.text.conversation import AssistantMessage, ChatTurn
+from quire.text.schema.normal import normalise
 from quire.types import QuireError, SamplingParams
 
 
@@ -91,6 +92,11 @@ class LocalEngine:
 
 
 def _strictly(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tool as strict, unless its schema has keywords that no grammar can enforce; MCP servers have such."""
+    try:
+        normalise(tool["function"].get("parameters") or {}, strict=True)
+    except QuireError:
+        return tool
     return {**tool, "function": {**tool["function"], "strict": True}}
 
 

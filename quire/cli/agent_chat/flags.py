@@ -35,6 +35,9 @@ def add_agent_flags(parser: ArgumentParser) -> None:
         default=True,
         help="let a grammar keep tool calls well-formed (default: on)",
     )
+    group.add_argument(
+        "--mcp-config", action="append", type=Path, metavar="FILE", help='MCP servers: {"mcpServers": {...}}'
+    )
     group.add_argument("--continue", dest="go_on", action="store_true", help="go on with the folder's last session")
     group.add_argument("--resume", metavar="ID", help="go on with a session")
     group.add_argument("--list-sessions", action="store_true", help="list saved sessions and leave")

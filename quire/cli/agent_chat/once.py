@@ -11,12 +11,12 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from quire.agent.assemble import open_agent
 from quire.agent.loop.agent import TurnOutcome
 from quire.agent.loop.events import ITEM_COMPLETED, Event
 from quire.agent.loop.prompt import attach_files
 from quire.cli.agent_chat.engine import open_engine
 from quire.cli.agent_chat.flags import agent_options
+from quire.cli.agent_chat.opening import open_chat
 from quire.cli.output import print_dim, print_error, print_note, write_json, write_text
 from quire.cli.run import MAX_PROMPT_BYTES, OpenLLM, check_text, not_utf8
 from quire.types import QuireError
@@ -30,9 +30,9 @@ def run_once(args: Namespace, open_llm: OpenLLM) -> int:
     options = agent_options(args)
     text = attach_files(_message(args.prompt), options.folder)
     output = OnceOutput(args.json, args.stream_json)
-    with open_engine(args, open_llm) as engine, open_agent(engine, options, emit=output.take, note=print_note) as agent:
-        outcome = agent.take(text)
-        output.finish(outcome, agent.session.state.id)
+    with open_engine(args, open_llm) as engine, open_chat(args, engine, options, output.take) as opened:
+        outcome = opened.agent.take(text)
+        output.finish(outcome, opened.agent.session.state.id)
     return EXIT_CODES[outcome.status]
 
 

@@ -191,7 +191,14 @@ def _permissions(repl: ReplSession, rest: str) -> None:
 
 
 def _mcp(repl: ReplSession, rest: str) -> None:
-    repl.show("There are no MCP servers in this session.")
+    connections = repl.mcp.connections if repl.mcp is not None else {}
+    lines = []
+    for name, one in connections.items():
+        place = one.spec.url or " ".join([one.spec.command, *one.spec.args])
+        state = f"{len(one.offered)} tools" if one.is_up else f"not there: {one.problem or 'it ended'}"
+        lines.append(f"{name}: {one_line(place)[:100]} ({state})")
+        lines += [f"  {offered.name}  {one_line(offered.description or '')[:80]}" for offered in one.offered]
+    repl.show("\n".join(lines) or "There are no MCP servers in this session; --mcp-config FILE names some.")
 
 
 def _reasoning(repl: ReplSession, rest: str) -> None:

@@ -7,12 +7,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from quire.agent.assemble import open_agent
 from quire.agent.loop.agent import Agent
 from quire.agent.loop.prompt import attach_files
+from quire.agent.mcp.host import McpHost
 from quire.agent.session.records import is_from_user
 from quire.cli.agent_chat.engine import open_engine
 from quire.cli.agent_chat.flags import agent_options
+from quire.cli.agent_chat.opening import open_chat
 from quire.cli.agent_chat.repl.approval import ApprovalPrompt
 from quire.cli.agent_chat.repl.commands import COMMANDS, find_command
 from quire.cli.agent_chat.repl.completion import complete_line
@@ -34,9 +35,10 @@ def run_repl(args: Namespace, open_llm: OpenLLM) -> int:
     asks = ApprovalPrompt(screen)
     with (
         open_engine(args, open_llm) as engine,
-        open_agent(engine, options, emit=screen.take, ask=asks, note=print_note) as agent,
+        open_chat(args, engine, options, screen.take, asks) as opened,
     ):
-        repl = ReplSession(agent, screen, options.folder)
+        agent = opened.agent
+        repl = ReplSession(agent, screen, options.folder, opened.mcp)
         print_dim(f"{engine.name} in {agent.session.state.folder} · /help lists the commands, Ctrl-D leaves")
         if options.resume is not None:
             repl.greet_resumed()
@@ -49,8 +51,8 @@ def run_repl(args: Namespace, open_llm: OpenLLM) -> int:
 class ReplSession:
     """One run of the agent at a terminal."""
 
-    def __init__(self, agent: Agent, screen: Screen, folder: Path) -> None:
-        self.agent, self.screen = agent, screen
+    def __init__(self, agent: Agent, screen: Screen, folder: Path, mcp: McpHost | None = None) -> None:
+        self.agent, self.screen, self.mcp = agent, screen, mcp
         self.status = StatusLine()
         self.is_over = False
         self._folder = folder

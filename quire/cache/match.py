@@ -135,7 +135,7 @@ class CacheStats:
 
     lookup_tokens: int = 0
     hit_tokens: int = 0
-    loaded_tokens: int = 0  # of `hit_tokens`, those that the device alone did not have
+    loaded_tokens: int = 0  # hit tokens that only a tier below the device had
     evicted_units: int = 0
     swapped_out: int = 0
     swapped_in: int = 0

@@ -34,8 +34,8 @@ KEPT_RECOVERIES = 1000
 LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "started": "debug", "stopped": "debug"}
 # Errors of settings from which no engine can be built.
 UNUSABLE_SETTINGS = frozenset({"invalid_parameter", "unsupported_model"})
-SHRINK_FACTOR = 0.75  # of the pages, after the engine ran out of memory
-MIN_PAGES_SHARE = 0.5  # of the first engine's pages: below it, the pages are not why memory runs out
+SHRINK_FACTOR = 0.75  # share of the pages that the next engine gets after one ran out of memory
+MIN_PAGES_SHARE = 0.5  # minimum share of the first engine's pages; with fewer, pages are not the reason
 
 StartLink = Callable[[Mapping[str, Any]], Any]  # settings -> an awaitable EngineLink
 

@@ -48,9 +48,9 @@ class ProposerCounts(msgspec.Struct, array_like=True):
 
     name: Annotated[str, Meta(max_length=256)]
     drafted: DraftCounts = []  # guesses made, verified or not
-    right: DraftCounts = []  # of these, guesses that equal the tokens that came, verified or not
+    right: DraftCounts = []  # drafted tokens that equal the output, verified or not
     verified: DraftCounts = []  # guesses that a step computed
-    accepted: DraftCounts = []  # of these, guesses that became output
+    accepted: DraftCounts = []  # verified tokens that became output
     failed: Count = 0  # errors, each of which switched the proposer off for one request
 
     def add_drafted(self, length: int) -> None:
@@ -100,8 +100,8 @@ class SchedulerStats:
     recomputes: int = 0
     ended: int = 0
     rows: int = 0  # summed over all steps
-    prompt_rows: int = 0  # of `rows`, those that computed prompt tokens
-    prompt_tokens: int = 0  # of `computed_tokens`, those of prompts; the others were sampled
+    prompt_rows: int = 0  # rows that computed prompt tokens
+    prompt_tokens: int = 0  # computed tokens of prompts; the other computed tokens were sampled
     recent: deque[StepShape] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
 
     def count(self, plan: Plan, prompt_rows: int, prompt_tokens: int) -> None:

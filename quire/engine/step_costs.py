@@ -31,7 +31,7 @@ class StepSize:
     """The sizes in a plan that determine how long its step takes."""
 
     decodes: int  # rows that compute one token, besides drafts and replayed tokens
-    num_tokens: int  # of these rows, drafts and replayed tokens included
+    num_tokens: int  # tokens of the decode rows, drafts and replayed tokens included
     num_keys: int  # number of keys that these tokens attend to
     num_drafts: int
     num_replayed: int
@@ -151,7 +151,7 @@ class _Band:
     times: dict[int, float] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)  # steps timed
     sizes: list[int] = field(default_factory=list)  # ascending, as of the last fit
-    fit: list[float] = field(default_factory=list)  # of `sizes`, never falling
+    fit: list[float] = field(default_factory=list)  # fitted time of each size, never falling
     num_new: int = 0  # times added since the last fit
 
     def add(self, num_tokens: int, seconds: float) -> None:

@@ -25,7 +25,7 @@ from quire.layers.weights import Part, Weight
 from quire.types import CacheSpec
 
 Form = Literal["absorbed", "expanded", "naive"]
-NORM_EPS = 1e-6  # of the norms of the latents, which the config's value does not concern
+NORM_EPS = 1e-6  # epsilon of the latents' norms; the config's value is for the other norms
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from quire.server.metrics import Metrics
 from quire.server.store import ResponseStore
 from quire.types import QuireError
 
-RANKS = {"ok": 0, "recovering": 1, "unhealthy": 2}  # of health, the worst last
+RANKS = {"ok": 0, "recovering": 1, "unhealthy": 2}  # states of health in ascending order of severity
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from quire.server.chat import ChatPrompts
 from quire.text.conversation import ChatTurn, Conversation, Message
 from quire.types import PromptTooLong
 
-MAX_ROOM = 0.5  # of the context, kept free for the answer of a truncated conversation
-DEFAULT_ROOM = 0.25  # of the context, where the client sets no length
+MAX_ROOM = 0.5  # maximum share of the context kept free for the answer of a truncated conversation
+DEFAULT_ROOM = 0.25  # share of the context kept free if the client sets no length
 
 
 async def make_prompt(

@@ -72,9 +72,9 @@ class PlanRow(msgspec.Struct, array_like=True, gc=False):
     row: Count
     start: Count  # upper bound; the device row holds the true length
     count: Count  # with the drafts
-    num_drafts: Count  # of `count`, the last tokens are drafts; all of them and the token before them are sampled
+    num_drafts: Count  # how many of the last tokens are drafts; each of them and the token before them are sampled
     wants_sample: bool
-    num_replayed: Count = 0  # of `count`, the first tokens were computed before a draft was rejected, see `Request`
+    num_replayed: Count = 0  # how many of the first tokens are computed again after a rejected draft, see `Request`
 
 
 class RowInit(msgspec.Struct, array_like=True, gc=False):
@@ -170,7 +170,7 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # one per prompt token
     drafts: dict[int, list[int]] = {}  # drafts that the device has proposed for the row's next step
-    draft_chances: dict[int, Vector] = {}  # of each, the draft network's own probability
+    draft_chances: dict[int, Vector] = {}  # plan index -> the draft network's probability of each draft
     draft_seconds: float = 0.0  # time that the device took to propose them
     pooled: dict[int, Vector] = {}  # pooled hidden states of the prompt
     bad_rows: Annotated[list[Count], Meta(max_length=MAX_VALUES)] = []  # rows for which no token could be sampled

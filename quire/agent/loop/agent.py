@@ -35,7 +35,7 @@ MAX_ROOM = 4096
 class AgentLimits:
     """Bounds on one turn of the user."""
 
-    max_requests: int = 50  # to the model
+    max_requests: int = 50  # requests to the model
     max_output_tokens: int = 200_000
 
 
@@ -44,7 +44,7 @@ class TurnOutcome:
     """How a turn ended."""
 
     status: str = "completed"  # completed, interrupted, limit, failed
-    text: str = ""  # of the last answer
+    text: str = ""  # text of the last answer
     error: str = ""
     error_code: str = ""
     requests: int = 0
@@ -52,7 +52,7 @@ class TurnOutcome:
     cached_tokens: int = 0
     output_tokens: int = 0
     last_answer: ModelAnswer | None = None
-    new_tokens: list[int] = field(default_factory=list)  # of each request's prompt, those not in the cache
+    new_tokens: list[int] = field(default_factory=list)  # per request: prompt tokens that were not in the cache
 
 
 class Agent:

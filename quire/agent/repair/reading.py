@@ -17,7 +17,7 @@ from quire.agent.repair.call_shapes import NamedCall, Schemas, known_name, objec
 from quire.agent.repair.lenient_json import MalformedCall
 from quire.agent.repair.payloads import find_calls
 
-MAX_CALLS = 32  # of one answer
+MAX_CALLS = 32  # maximum number of calls in one answer
 
 
 @dataclass(slots=True)

@@ -93,14 +93,14 @@ GIB = 1 << 30
 class SandboxLimits:
     """Bounds on one call. `None` leaves a bound out."""
 
-    seconds: float = 120.0  # until the call is ended
-    cpu_seconds: int | None = 600  # of each process
-    memory_bytes: int = 4 * GIB  # of all processes
+    seconds: float = 120.0  # maximum duration of a call
+    cpu_seconds: int | None = 600  # processor time of each process
+    memory_bytes: int = 4 * GIB  # memory of all processes together
     process_bytes: int | None = 4 * GIB  # data of each process
     processes: int = 256
-    file_bytes: int | None = 2 * GIB  # of each file
+    file_bytes: int | None = 2 * GIB  # size of each file that is written
     open_files: int | None = 1024
-    output_bytes: int = 16 << 20  # after which the call is ended
+    output_bytes: int = 16 << 20  # maximum output; a call with more is ended
 
 
 @dataclass(frozen=True, slots=True)

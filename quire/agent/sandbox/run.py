@@ -29,7 +29,7 @@ _BOOT = (
     "from quire.agent.sandbox.child.launch import main; sys.exit(main())"
 )
 _POLL_SECONDS = 0.05
-_END_SECONDS = 5.0  # until a process whose lifeline is closed is killed from outside
+_END_SECONDS = 5.0  # a process is killed from outside this long after its lifeline was closed
 # How the report of the supervisor reads for a person. {0} is a limit's value.
 REASONS = {
     "time": "ended after {0:g} s, the time limit",

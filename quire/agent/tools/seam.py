@@ -27,7 +27,7 @@ class ToolResult:
     content: str
     is_error: bool = False
     exit_code: int | None = None
-    note: str = ""  # which limit ended it
+    note: str = ""  # the limit that ended the call
     diff: str = ""
     seconds: float = 0.0
 

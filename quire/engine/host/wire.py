@@ -123,7 +123,7 @@ class GroupUsage(msgspec.Struct, array_like=True, frozen=True):
     name: str
     num_units: int
     num_available: int  # free, or evictable from the prefix tree
-    num_cached: int = 0  # of `num_available`, those in the prefix tree
+    num_cached: int = 0  # available units that the prefix tree holds
 
 
 class TierUsage(msgspec.Struct, array_like=True, frozen=True):
@@ -170,7 +170,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     speculation: SpeculationStats | None = None  # None without it
     tiers: Annotated[list[TierUsage], Meta(max_length=16)] = []  # below the device; empty without a host cache
     loading: int = 0  # requests that wait for blocks of a store
-    loaded_tokens: int = 0  # of `hit_tokens`, those that came from below the device
+    loaded_tokens: int = 0  # hit tokens that came from a tier below the device
     refused_loads: int = 0  # loads that computing was expected to beat
 
 

@@ -102,3 +102,19 @@ def test_the_policies_docstring_counts_right() -> None:
     victims = [item for item in made if hasattr(item, "choose") and not getattr(item, "_is_protocol", False)]
     assert f"`Order` has {words[len(policies.ORDERS)]} implementations" in text
     assert len(admissions) == len(victims) == 1 and "`Admission` and `Victims` have one each" in text
+
+
+def test_the_map_has_every_room() -> None:
+    """The architecture page has a row for each package and top module, and for nothing else."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = page[page.index("## Rooms") : page.index("## Rules that hold everywhere")]
+    cells = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    named = set(re.findall(r"`([\w./]+)`", cells))
+    rooms = {f"{path.name}/" for path in (ROOT / "quire").iterdir() if (path / "__init__.py").exists()}
+    modules = {path.name for path in (ROOT / "quire").glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert named == rooms | modules, sorted(named ^ (rooms | modules))
+
+
+def test_every_page_is_linked_from_the_map_or_readme() -> None:
+    linked = README + (ROOT / "docs/architecture.md").read_text()
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"{page.name})" not in linked]

@@ -81,7 +81,14 @@ class CacheConfig:
     swap_checksums: bool | None = knob(
         None, "checksum the pages of preempted requests in host memory (default: only on a CPU)"
     )
-    kv_dtype: str = knob("auto", "data type of the KV cache (fp8: CUDA)", choices=("auto", "fp8"))
+    kv_dtype: str = knob(
+        "auto",
+        "data type of the KV cache. CUDA: fp8. CPU: int8; k8v4 (keys in 8 bits, values in 4); q4",
+        choices=("auto", "fp8", "int8", "k8v4", "q4"),
+    )
+    kv_dtype_skip: str | None = knob(
+        None, "layers whose keys and values stay whole under int8, k8v4 and q4, such as 0,28-29"
+    )
     prefix_cache: bool = knob(True, "reuse the KV cache of equal prompt prefixes")
 
 

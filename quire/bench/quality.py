@@ -1,4 +1,4 @@
-"""`quire bench quality`: the quality that quantization costs, against float32 weights of the same checkpoint.
+"""`quire bench quality`: the quality that quantized weights and KV cache cost, against float32 ones.
 
 Reports the perplexity of a text, the KL divergence of next-token distributions from those of the float32 model, and how
 often both models agree on the most likely token. Both models read the same stretches of tokens.
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PAGE = 16
 CHUNK = 256  # tokens per step
+FLOAT_CACHE = {"kv_dtype": "auto", "kv_dtype_skip": None}
 
 
 def bench_quality(config: Config, text: str, *, stretches: int = 8, length: int = 1024) -> Report:
@@ -36,7 +37,7 @@ def bench_quality(config: Config, text: str, *, stretches: int = 8, length: int 
     if len(pieces[-1]) < length:
         what = f"The text has {len(tokens)} tokens, fewer than the {stretches * length} needed."
         raise QuireError("usage", what, "Give a longer text, or take fewer or shorter stretches.")
-    exact = _load(override_config(config, {"dtype": "float32", "quant": "none"}))
+    exact = _load(override_config(config, {"dtype": "float32", "quant": "none", **FLOAT_CACHE}))
     judged = _load(config)
     sums = {"theirs": 0.0, "ours": 0.0, "kl": 0.0, "same": 0.0}
     count = 0
@@ -73,6 +74,8 @@ def _load(config: Config) -> Any:
         max_model_len=None,
         page_tokens=PAGE,
         quant=config.model.quant,
+        kv_dtype=config.cache.kv_dtype,
+        kv_skip=config.cache.kv_dtype_skip,
         kernels=config.engine.kernels,
     ).model
 
@@ -82,11 +85,12 @@ def _scores(model: Any, tokens: Sequence[int]) -> Iterator[tuple[Tensor, list[in
     import torch
 
     from quire.layers.step import PagedInputs, Step
+    from quire.runtime.store import unit_shape
 
     num_pages = -(-len(tokens) // PAGE)
     table = torch.arange(num_pages, dtype=torch.int32).view(1, -1)
     caches = {
-        spec.group: torch.zeros(len(spec.layers), spec.planes, num_pages, PAGE, *spec.shape) for spec in model.specs
+        spec.group: torch.zeros(unit_shape(spec, num_pages), dtype=getattr(torch, spec.dtype)) for spec in model.specs
     }
     for first in range(0, len(tokens) - 1, CHUNK):
         part = list(tokens[first : first + CHUNK])

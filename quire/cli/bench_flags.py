@@ -171,7 +171,7 @@ def _quality(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "quality",
         usage="quire bench quality --text FILE [options]",
-        help="the quality loss of quantized weights against float32",
+        help="the quality loss of quantized weights and KV cache against float32",
         description="Perplexity of a text and divergence from the same model in float32, on a CPU.",
     )
     parser.add_argument(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
+from quire.kernels.cache_forms import packed_planes
 from quire.kernels.table import Ops
 from quire.layers.build import Build
 from quire.layers.head_layout import ByHead, HeadOrder
@@ -41,7 +42,7 @@ class AttentionPlan:
 
 
 def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
-    """Returns the plan of one group. cache [layers, 2, pages, page_tokens, kv_heads, head_dim]"""
+    """Returns the plan of one group. cache [layers, 2, pages, page_tokens, kv_heads, head_dim], or packed"""
     inputs = step.groups[spec.group]
     assert isinstance(inputs, PagedInputs)
     # Positions and pages are gathered before the embedding runs, so kernels launched after it may read them early.
@@ -55,10 +56,16 @@ def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Atte
         step.len_bounds,
         spec.page_tokens,
         spec.window,
-        cache.dtype,
+        _mask_dtype(cache),
         **captured,
     )
-    return AttentionPlan(ops.planes(cache), inputs.slots, kernel)
+    planes = packed_planes(cache, spec.packing) if spec.packing else ops.planes(cache)
+    return AttentionPlan(planes, inputs.slots, kernel)
+
+
+def _mask_dtype(cache: Tensor) -> torch.dtype:
+    """Returns the dtype of masks in torch's attention; packed caches are read as float32."""
+    return torch.float32 if cache.dtype == torch.uint8 else cache.dtype
 
 
 def plan_sampled_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
@@ -76,7 +83,7 @@ def plan_sampled_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cac
     kernel = None
     if bounds:
         kernel = ops.plan_attention(
-            pages, step.positions[index], [1] * len(bounds), bounds, spec.page_tokens, spec.window, cache.dtype
+            pages, step.positions[index], [1] * len(bounds), bounds, spec.page_tokens, spec.window, _mask_dtype(cache)
         )
     return replace(plan, kernel=kernel, wanted=index)
 

@@ -30,6 +30,8 @@ class Build:
     ops: Ops
     schemes: Schemes  # how each linear weight is stored and applied
     communicator: Communicator = ALONE  # the ranks that share each layer
+    packing: str = ""  # how keys and values are packed, see `CacheSpec`; "": they are of `cache_dtype`
+    whole_layers: frozenset[int] = frozenset()  # layers whose keys and values are not packed
     layers: range | None = None  # the consecutive layers to build; None: all
 
     @classmethod

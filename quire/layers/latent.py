@@ -19,6 +19,7 @@ from quire.kernels.angles import Angles
 from quire.kernels.reference.latent import expanded_attention, rotate
 from quire.layers.attention import AttentionPlan
 from quire.layers.build import Build
+from quire.layers.kv_specs import refuse_packing
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.weights import Part, Weight
@@ -55,6 +56,7 @@ class LatentShape:
 
 def latent_spec(shape: LatentShape, form: Form, layers: tuple[int, ...], build: Build) -> CacheSpec:
     """Returns the cache spec of these layers: one latent per token, or every head's K and V in the naive form."""
+    refuse_packing(build, "latent attention, whose cache is small already")
     if form == "naive":
         num_heads = build.heads(shape.num_heads, shape.num_heads).num_heads
         entry, planes = (num_heads, max(shape.head_dim, shape.value_dim)), 2

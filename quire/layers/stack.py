@@ -178,6 +178,7 @@ def run_stack(
     for spec in specs:
         inputs = step.groups[spec.group]
         assert isinstance(inputs, PagedInputs)
-        groups.append(GroupInputs(inputs.page_table, inputs.slots, caches[spec.group], spec.page_tokens, spec.window))
+        cache = caches[spec.group]
+        groups.append(GroupInputs(inputs.page_table, inputs.slots, cache, spec.page_tokens, spec.window, spec.packing))
     wanted = None if step.samples is None else step.logits_index
     return stack.run(step.tokens, step.positions, step.query_starts, groups, wanted, vectors=vectors)

@@ -190,6 +190,7 @@ def _load_with(
         random_weights=config.model.random_weights,
         quant=config.model.quant,
         kv_dtype=config.cache.kv_dtype,
+        kv_skip=config.cache.kv_dtype_skip,
         deterministic=config.engine.deterministic,
         kernels=config.engine.kernels,
         strict_kernels=config.engine.strict_kernels,

@@ -41,6 +41,7 @@ def memory_report(config: Config) -> MemoryPlan:
         page_tokens=resolve_page_tokens(config, device),
         quant=config.model.quant,
         kv_dtype=config.cache.kv_dtype,
+        kv_skip=config.cache.kv_dtype_skip,
         ops=select_ops(device.type, config.engine.kernels),
     )
     limits = resolve_limits(config, device)

@@ -116,6 +116,7 @@ def run_on_meta(config: Config) -> Iterator[None]:
         page_tokens=resolve_page_tokens(config, CUDA),
         quant=config.model.quant,
         kv_dtype=config.cache.kv_dtype,
+        kv_skip=config.cache.kv_dtype_skip,
         kernels=config.engine.kernels,
         strict_kernels=False,
         deterministic=config.engine.deterministic,

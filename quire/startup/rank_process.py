@@ -72,6 +72,7 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
             random_weights=config.model.random_weights,
             quant=config.model.quant,
             kv_dtype=config.cache.kv_dtype,
+            kv_skip=config.cache.kv_dtype_skip,
             deterministic=config.engine.deterministic,
             kernels=config.engine.kernels,
             communicator=communicator,

@@ -28,7 +28,14 @@ def weights_version(config: Config, files: ModelFiles) -> bytes:
     if not has_stores(config):
         return b""
     model, engine = config.model, config.engine
-    settings = [model.dtype, model.quant, model.max_model_len, config.cache.kv_dtype, engine.speculate]
+    settings = [
+        model.dtype,
+        model.quant,
+        model.max_model_len,
+        config.cache.kv_dtype,
+        config.cache.kv_dtype_skip,
+        engine.speculate,
+    ]
     note = None
     if config.cache.cache_dir is not None:
         folder = Path(config.cache.cache_dir).expanduser()

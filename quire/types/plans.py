@@ -53,6 +53,7 @@ class CacheSpec:
     page_tokens: int = 16  # one number per model
     window: int | None = None  # sliding window: a token attends to itself and the window - 1 tokens before it
     snapshot_tokens: int = 1024  # state: interval between snapshots
+    packing: str = ""  # paged: a key of `CACHE_FORMS`, how entries of bytes hold keys and values; "": numbers of dtype
 
     @property
     def unit_elements(self) -> int:

@@ -164,6 +164,7 @@ class GroupDesc(Structure):
         ("plane", c_int64),
         ("page_tokens", c_int64),
         ("window", c_int64),
+        ("form", c_int32),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels.activations import Curve
 from quire.kernels.angles import Angles, angle_tables
+from quire.kernels.cache_forms import PackedPlane
 from quire.kernels.expert_types import ExpertWeights
 from quire.kernels.native.experts import PackedExperts, run_packed_experts
 from quire.kernels.native.library import MAX_GROUP, GroupDesc, Native, StepDesc
@@ -75,8 +76,8 @@ class NativeOps:
         k_weight: Tensor | None,
         eps: float,
         angles: Angles,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Tensor | PackedPlane,
+        v_cache: Tensor | PackedPlane,
         slots: Tensor,
         num_heads: int,
     ) -> Tensor:
@@ -85,13 +86,13 @@ class NativeOps:
         assert angles.positions is not None and angles.frequencies is not None
         kv_heads, head_dim = k_cache.shape[2:]
         norms = [w for w in (q_weight, k_weight) if w is not None]
-        if not _is_plain(qkv, k_cache, v_cache, *norms):
+        if not _is_plain(qkv, *norms) or not _are_native(k_cache, v_cache):
             tables = angle_tables(angles.positions, angles.frequencies, angles.scale, qkv.dtype)
             return reference.qk_norm_rope_write(
                 qkv, q_weight, k_weight, eps, tables, k_cache, v_cache, slots, num_heads
             )
         positions, slots = angles.positions.contiguous(), slots.contiguous()
-        group = GroupDesc(slots=slots.data_ptr())
+        group = GroupDesc(slots=slots.data_ptr(), form=_form(k_cache))
         step = StepDesc(None, positions.data_ptr(), None, len(qkv), 0, _pointer(group))
         self._library.quire_rope_write(
             self._context,
@@ -105,8 +106,8 @@ class NativeOps:
             num_heads,
             kv_heads,
             head_dim,
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            _data(k_cache),
+            _data(v_cache),
         )
         return qkv.view(len(qkv), -1, head_dim)[:, :num_heads]
 
@@ -139,8 +140,8 @@ class NativeOps:
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Tensor | PackedPlane,
+        v_cache: Tensor | PackedPlane,
         plan: NativePlan,
         scale: float,
         softcap: float | None = None,
@@ -148,12 +149,13 @@ class NativeOps:
     ) -> Tensor:
         _, num_heads, head_dim = q.shape
         kv_heads = k_cache.shape[2]
-        planes = (k_cache, v_cache) if sinks is None else (k_cache, v_cache, sinks)
-        if not _is_plain(*planes) or q.dtype != torch.float32 or num_heads // kv_heads > MAX_GROUP:
-            slow = _reference_plan(plan, k_cache.dtype)
+        is_plain = _are_native(k_cache, v_cache) and (sinks is None or _is_plain(sinks))
+        if not is_plain or q.dtype != torch.float32 or num_heads // kv_heads > MAX_GROUP:
+            slow = _reference_plan(plan, q.dtype if isinstance(k_cache, PackedPlane) else k_cache.dtype)
             return reference_attention.paged_attention(q, k_cache, v_cache, slow, scale, softcap, sinks)
         q = q.contiguous()
         out = torch.empty(len(q), num_heads * head_dim)
+        plan.step.groups[0].form = _form(k_cache)
         self._library.quire_attend(
             self._context,
             byref(plan.step),
@@ -161,8 +163,8 @@ class NativeOps:
             num_heads,
             kv_heads,
             head_dim,
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            _data(k_cache),
+            _data(v_cache),
             scale,
             softcap or 0.0,
             _address(sinks),
@@ -247,6 +249,21 @@ def _reference_plan(plan: NativePlan, dtype: torch.dtype) -> reference_attention
 
 def _is_plain(*tensors: Tensor) -> bool:
     return all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+
+
+def _are_native(*planes: Tensor | PackedPlane) -> bool:
+    """Whether the attention kernels support these planes of a cache."""
+    return all(
+        plane.entries.is_contiguous() if isinstance(plane, PackedPlane) else _is_plain(plane) for plane in planes
+    )
+
+
+def _data(plane: Tensor | PackedPlane) -> int:
+    return (plane.entries if isinstance(plane, PackedPlane) else plane).data_ptr()
+
+
+def _form(plane: Tensor | PackedPlane) -> int:
+    return plane.form.number if isinstance(plane, PackedPlane) else 0
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.cache_forms import CACHE_FORMS
 from quire.kernels.native.hook_structs import HookFailed
 from quire.kernels.native.hooks import Hook
 from quire.kernels.native.library import (
@@ -84,9 +85,10 @@ class GroupInputs:
 
     page_table: Tensor  # [rows, max_pages] int32
     slots: Tensor  # [tokens] int64
-    cache: Tensor  # [layers, 2, pages, page_tokens, kv_heads, head_dim]
+    cache: Tensor  # [layers, 2, pages, page_tokens, kv_heads, head_dim]; packed: see `packed_planes`
     page_tokens: int
     window: int | None
+    packing: str = ""  # a key of CACHE_FORMS; "": floats
 
 
 class Stack:
@@ -198,6 +200,7 @@ def _group(inputs: GroupInputs) -> GroupDesc:
         cache.stride(1),
         inputs.page_tokens,
         inputs.window or 0,
+        CACHE_FORMS[inputs.packing].number if inputs.packing else 0,
     )
 
 

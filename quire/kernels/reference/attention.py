@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.cache_forms import PackedPlane
+from quire.kernels.reference.packed_cache import read_packed, rotate
+
 # Decode rows are batched, padded to the longest. A further batch is opened where it saves this many padded tokens,
 # which is about the cost of its extra calls on a CPU.
 MIN_SAVED_TOKENS = 512
@@ -78,8 +81,8 @@ def plan_attention(
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | PackedPlane,
+    v_cache: Tensor | PackedPlane,
     plan: ReferencePlan,
     scale: float,
     softcap: float | None = None,
@@ -88,8 +91,24 @@ def paged_attention(
     """Attends each token to its row's cached keys and returns [tokens, heads * value_dim].
 
     q is [tokens, heads, head_dim]. The caches are [pages, page_tokens, kv_heads, head_dim] and already hold this step's
-    entries; values may be shorter than keys. `sinks` [heads] are extra softmax scores per head without a value.
+    entries; values may be shorter than keys. `sinks` [heads] are extra softmax scores per head without a value. Packed
+    caches hold rotated keys and values, so queries and outputs are rotated here.
     """
+    if isinstance(k_cache, PackedPlane):
+        seen = _attend_all(rotate(q), k_cache, v_cache, plan, scale, softcap, sinks)
+        return rotate(seen.unflatten(-1, (-1, q.shape[-1]))).flatten(-2)
+    return _attend_all(q, k_cache, v_cache, plan, scale, softcap, sinks)
+
+
+def _attend_all(
+    q: Tensor,
+    k_cache: Tensor | PackedPlane,
+    v_cache: Tensor | PackedPlane,
+    plan: ReferencePlan,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     if len(plan.decodes) == 1 and plan.decodes[0].token_index is None:
         return _attend_decodes(q, k_cache, v_cache, plan.decodes[0], scale, softcap, sinks)
     if len(plan.prefills) == 1 and not plan.decodes:
@@ -204,16 +223,19 @@ def _plan_prefill(planner: _PagePlanner, row: int, first: int, count: int, len_b
 # Attending
 
 
-def _gather(cache: Tensor, pages: Tensor, num_rows: int) -> Tensor:
+def _gather(cache: Tensor | PackedPlane, pages: Tensor, num_rows: int) -> Tensor:
     """Returns the entries of these pages as [rows, kv_heads, key_len, head_dim]."""
     _, _, kv_heads, head_dim = cache.shape
+    if isinstance(cache, PackedPlane):
+        read = read_packed(cache, cache.entries.index_select(0, pages))
+        return read.view(num_rows, -1, kv_heads, head_dim).transpose(1, 2)
     return cache.index_select(0, pages).view(num_rows, -1, kv_heads, head_dim).transpose(1, 2)
 
 
 def _attend_decodes(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | PackedPlane,
+    v_cache: Tensor | PackedPlane,
     rows: DecodeRows,
     scale: float,
     softcap: float | None,
@@ -231,8 +253,8 @@ def _attend_decodes(
 
 def _attend_prefill(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | PackedPlane,
+    v_cache: Tensor | PackedPlane,
     row: PrefillRow,
     scale: float,
     softcap: float | None,

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from quire.kernels.activations import CURVES, Curve
 from quire.kernels.angles import Angles
+from quire.kernels.cache_forms import PackedPlane
+from quire.kernels.reference.packed_cache import write_packed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,8 +46,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor | PackedPlane, v_cache: Tensor | PackedPlane, slots: Tensor) -> None:
     """Writes each token's key and value, [tokens, kv_heads, head_dim], to its slot of the paged cache, in place."""
+    if isinstance(k_cache, PackedPlane):
+        write_packed(k, v, k_cache, slots)
+        return
+    assert isinstance(v_cache, Tensor)
     k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
@@ -56,8 +62,8 @@ def qk_norm_rope_write(
     k_weight: Tensor | None,
     eps: float,
     angles: Angles,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | PackedPlane,
+    v_cache: Tensor | PackedPlane,
     slots: Tensor,
     num_heads: int,
 ) -> Tensor:

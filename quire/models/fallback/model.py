@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quire.layers.attention import plan_attention
 from quire.layers.build import Build
+from quire.layers.kv_specs import refuse_packing
 from quire.layers.quant import Dense, Fp16Packed
 from quire.layers.step import PagedInputs, StateInputs, Step
 from quire.models.fallback.attention import PagedStep, unsupported
@@ -82,6 +83,7 @@ class FallbackModel(nn.Module, Model):
         if not all(isinstance(scheme, (Dense, Fp16Packed)) for scheme in build.schemes.kinds):
             what = f"{config.model_type} runs through transformers, where weights can't be quantized."
             raise QuireError("invalid_parameter", what, "Leave quant out.", param="quant")
+        refuse_packing(build, f"{config.model_type}, which runs through transformers")
         self.ops = build.ops
         sizes = {key: getattr(config.hf, key, None) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
         self.vocab_size = whole(sizes, "vocab_size")

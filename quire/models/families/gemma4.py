@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,6 +21,7 @@ from quire.layers.attention import AttentionPlan, AttentionShape, plan_attention
 from quire.layers.build import Build
 from quire.layers.embedding import Embedding, Head
 from quire.layers.experts import MoEShape
+from quire.layers.kv_specs import kv_specs, refuse_whole_layers
 from quire.layers.linear import Linear
 from quire.layers.mlp import ACTIVATIONS, GatedMLP, check_activation
 from quire.layers.moe import moe_activations
@@ -311,7 +311,8 @@ class Gemma4Model(nn.Module, Model):
             if layer.source != index
             for name in ("k_proj", "v_proj", "k_norm")
         )
-        self.specs = _cache_specs(config, build.cache_dtype, build.page_tokens)
+        refuse_whole_layers(build, "Gemma 4")
+        self.specs = _cache_specs(config, build)
         places = {layer: place for spec in self.specs for place, layer in enumerate(spec.layers)}
         self.embedding = Embedding(
             "model.embed_tokens", config.vocab_size, config.width, build, math.sqrt(config.width)
@@ -389,23 +390,14 @@ def _layers(config: Mapping[str, Any], kinds: list[str]) -> tuple[LayerConfig, .
     return tuple(found)
 
 
-def _cache_specs(config: Gemma4Config, dtype: torch.dtype, page_tokens: int) -> list[CacheSpec]:
+def _cache_specs(config: Gemma4Config, build: Build) -> list[CacheSpec]:
     """Full-attention layers are one cache group, layers with a window another. Layers that share keys and values have
     none.
     """
-    specs = []
+    specs: list[CacheSpec] = []
     for kind in dict.fromkeys(layer.kind for layer in config.layers):
         owners = [i for i, layer in enumerate(config.layers) if layer.kind == kind and layer.source == i]
         first = config.layers[owners[0]]
-        specs.append(
-            CacheSpec(
-                group=kind,
-                kind="paged",
-                layers=tuple(owners),
-                shape=(first.num_kv_heads, first.head_dim),
-                dtype=str(dtype).removeprefix("torch."),
-                page_tokens=page_tokens,
-                window=None if kind == "full_attention" else config.window,
-            )
-        )
+        window = None if kind == "full_attention" else config.window
+        specs += kv_specs(build, kind, owners, first.num_kv_heads, first.head_dim, window)
     return specs

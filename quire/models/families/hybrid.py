@@ -16,6 +16,7 @@ from quire.kernels.recurrent_types import ConvShape, RecurrentShape
 from quire.layers.attention import AttentionShape, plan_attention, plan_sampled_attention
 from quire.layers.build import Build
 from quire.layers.embedding import Embedding, Head
+from quire.layers.kv_specs import kv_specs, refuse_whole_layers
 from quire.layers.latent import LatentShape, latent_spec
 from quire.layers.norm import RMSNorm
 from quire.layers.recurrent.state import plan_recurrent, state_spec
@@ -184,8 +185,9 @@ def _paged_spec(attention: AttentionShape | LatentShape, layers: tuple[int, ...]
     if isinstance(attention, LatentShape):
         return latent_spec(attention, "absorbed", layers, build)
     share = build.heads(attention.num_heads, attention.num_kv_heads)
-    entry, name = (share.num_kv_heads, attention.head_dim), str(build.cache_dtype).removeprefix("torch.")
-    return CacheSpec(ATTENTION, "paged", layers, entry, name, page_tokens=build.page_tokens)
+    refuse_whole_layers(build, "hybrid models")
+    (spec,) = kv_specs(build, ATTENTION, layers, share.num_kv_heads, attention.head_dim)
+    return spec
 
 
 def block_activations(shape: HybridShape, inner_width: int) -> int:

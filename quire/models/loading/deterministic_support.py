@@ -55,6 +55,9 @@ def select_deterministic_ops(
         return _select_cuda_ops(ops, kind, model_type, quant, kv_dtype)
     if ops.native is not None and (fits_native or (in_blocks and kind in NATIVE_KINDS)):
         return ops
+    if kv_dtype != "auto":
+        what = f"The deterministic mode supports --kv-dtype {kv_dtype} with the native kernels alone."
+        raise QuireError("invalid_parameter", what, "Leave --kv-dtype or --deterministic out.", param="kv_dtype")
     if model_type not in TORCH_DENSE and kind not in TORCH_KINDS:
         hint = "Leave --deterministic out; `quire doctor` shows the kernels."
         if kind == "mixture with sinks":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
+from quire.kernels.cache_forms import CACHE_FORMS, parse_layers
 from quire.kernels.table import REFERENCE, Ops, select_ops
 from quire.kernels.validation.trial_results import Findings
 from quire.layers.build import Build
@@ -72,6 +73,7 @@ def load_model(
     random_weights: bool = False,
     quant: str = "none",
     kv_dtype: str = "auto",
+    kv_skip: str | None = None,
     kernels: str = "auto",
     strict_kernels: bool = False,
     deterministic: bool = False,
@@ -95,6 +97,7 @@ def load_model(
         page_tokens=page_tokens,
         quant=quant,
         kv_dtype=kv_dtype,
+        kv_skip=kv_skip,
         kernels=kernels,
         strict_kernels=strict_kernels,
         deterministic=deterministic,
@@ -146,6 +149,7 @@ def build_tried_model(
     kernels: str,
     strict_kernels: bool,
     deterministic: bool,
+    kv_skip: str | None = None,
     findings: Findings | None = None,
     communicator: Communicator = ALONE,
 ) -> tuple[Any, Any]:
@@ -171,6 +175,7 @@ def build_tried_model(
         page_tokens=page_tokens,
         quant=quant,
         kv_dtype=kv_dtype,
+        kv_skip=kv_skip,
         communicator=communicator,
     )
     model, config = build(ops=ops)
@@ -229,6 +234,7 @@ def build_model(
     page_tokens: int,
     quant: str = "none",
     kv_dtype: str = "auto",
+    kv_skip: str | None = None,
     ops: Ops | None = None,
     at: torch.device | None = None,
     communicator: Communicator = ALONE,
@@ -252,6 +258,7 @@ def build_model(
         page_tokens=page_tokens,
         quant=quant,
         kv_dtype=kv_dtype,
+        kv_skip=kv_skip,
         ops=ops,
         at=at,
     ).with_communicator(communicator)
@@ -270,12 +277,21 @@ def make_build(
     quant: str,
     kv_dtype: str,
     ops: Ops,
+    kv_skip: str | None = None,
     at: torch.device | None = None,
 ) -> Build:
     """Returns how a model with these ops, or a part of it, is built. `at`: see `build_model`."""
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
-    return Build(compute_dtype, cache_dtype, at or device, page_tokens, ops, Schemes(scheme))
+    build = Build(compute_dtype, cache_dtype, at or device, page_tokens, ops, Schemes(scheme))
+    if kv_dtype not in CACHE_FORMS:
+        if kv_skip:
+            what = "--kv-dtype-skip names layers that are not packed, and this cache is not."
+            raise QuireError("invalid_parameter", what, "Add --kv-dtype int8, k8v4 or q4.", param="kv_dtype_skip")
+        return build
+    return replace(
+        build, packing=kv_dtype, whole_layers=parse_layers(kv_skip or "", hf_config.get("num_hidden_layers"))
+    )
 
 
 def _read_config(family: Any, hf_config: Mapping[str, Any]) -> Any:
@@ -356,7 +372,10 @@ def _tensor_types(dtype: str, hf_config: Mapping[str, Any]) -> Mapping[str, str]
 
 
 def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device, ops: Ops) -> torch.dtype:
-    if kv_dtype == "auto":
+    if kv_dtype in CACHE_FORMS and device.type != "cpu":
+        what = f"--kv-dtype {kv_dtype} needs a CPU: there are no kernels for it on {device.type}."
+        raise QuireError("invalid_parameter", what, "Use fp8 on CUDA, or leave it out.", param="kv_dtype")
+    if kv_dtype == "auto" or kv_dtype in CACHE_FORMS:
         return compute_dtype
     _need_cuda("kv_dtype=fp8", device, ops)
     return torch.float8_e4m3fn

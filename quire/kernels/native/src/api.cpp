@@ -120,9 +120,10 @@ int32_t quire_linear(Context* context, const LinearDesc* linear, const float* x,
     return attempt([&] { run_linear(*context, *linear, x, num_tokens, norm, eps, silu != 0, residual, out, adapters); });
 }
 
+// `k` and `v`: a layer's planes. Where the step's group has a packed form, `k` is its entries and `v` is not read.
 int32_t quire_rope_write(Context* context, const StepDesc* step, float* qkv, const float* q_norm, const float* k_norm,
                          float eps, const float* frequencies, float rope_scale, int64_t num_heads, int64_t num_kv_heads,
-                         int64_t head_dim, float* k, float* v) {
+                         int64_t head_dim, void* k, void* v) {
     return attempt([&] {
         run_rope_write(*context, *step, qkv, q_norm, k_norm, eps, frequencies, rope_scale, num_heads, num_kv_heads,
                        head_dim, k, v);
@@ -130,7 +131,7 @@ int32_t quire_rope_write(Context* context, const StepDesc* step, float* qkv, con
 }
 
 int32_t quire_attend(Context* context, const StepDesc* step, const float* q, int64_t num_heads, int64_t num_kv_heads,
-                     int64_t head_dim, const float* k, const float* v, float scale, float softcap, const float* sinks,
+                     int64_t head_dim, void* k, void* v, float scale, float softcap, const float* sinks,
                      float* out) {
     return attempt([&] {
         run_attention(*context, *step, q, num_heads, num_kv_heads, head_dim, k, v, scale, softcap, sinks, out);

@@ -37,6 +37,19 @@ enum class Form : int32_t {
 
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kRelu2 = 4, kSigmoid = 5 };
 
+// How the KV cache holds a token's key and value of one head. Packed forms are entries of bytes: the key's numbers, its
+// scale, the value's numbers, its scale. `cache_forms.py` has the same layout.
+enum class CacheForm : int32_t { kFloats = 0, kInt8 = 1, kK8V4 = 2, kQ4 = 3 };
+
+constexpr int key_bits(CacheForm form) { return form == CacheForm::kQ4 ? 4 : 8; }
+constexpr int value_bits(CacheForm form) { return form == CacheForm::kInt8 ? 8 : 4; }
+// Numbers of 8 bits have a sign and a scale of 16 bits; numbers of 4 bits have a scale and a least value.
+constexpr int64_t number_bytes(int bits, int64_t head_dim) { return head_dim * bits / 8; }
+constexpr int64_t side_bytes(int bits, int64_t head_dim) { return number_bytes(bits, head_dim) + (bits == 8 ? 2 : 4); }
+constexpr int64_t entry_bytes(CacheForm form, int64_t head_dim) {
+    return side_bytes(key_bits(form), head_dim) + side_bytes(value_bits(form), head_dim);
+}
+
 // A matrix in tiles of `lanes` rows. Within a tile lie, unit by unit, the scales of all its rows and then the values,
 // four columns of each row in turn (one column in turn for float forms): a vector holds the same columns of all rows,
 // so that a product needs no sum across lanes. Rows past the last are zeros.
@@ -92,17 +105,20 @@ struct Keys {
     const float* k;  // the layer's plane at this kv head: [pages, page_tokens, kv_heads, head_dim]
     const float* v;
     const int32_t* pages;  // of the row
-    int64_t token_stride;  // kv_heads * head_dim
+    int64_t token_stride;  // kv_heads * head_dim, or kv_heads * entry_bytes
     int32_t page_tokens, head_dim;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
     const float* sinks;    // [query heads]: attention sinks, logits without a value; or null
     int64_t first, stop;   // the piece of keys to process; keys that a token may not see have weight 0
+    CacheForm form;
+    const uint8_t* entries;  // packed forms: in place of k and v, [pages, page_tokens, kv_heads, entry_bytes]
 };
 
 inline int64_t attend_scratch_floats(int head_dim, int num_heads) {
     int64_t queries = int64_t(kQueryTokens) * num_heads;
-    return kKeyBlock * (head_dim + 16) + queries * (kKeyBlock + head_dim + 16 + 4 + part_floats(head_dim)) + 256;
+    const int64_t rounded = (head_dim / kBlock + 1) * int64_t(sizeof(Block) + sizeof(Factors)) / int64_t(sizeof(float));
+    return kKeyBlock * (head_dim + 16) + queries * (kKeyBlock + head_dim + 16 + 4 + part_floats(head_dim) + rounded) + 256;
 }
 
 struct Choice {
@@ -137,6 +153,8 @@ struct Kernels {
     void (*turn)(float* head, const float* cos, const float* sin, int64_t half);
     void (*product)(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
                     const Target& target);
+    // Rounds the key and the value of one token and head to an entry. Both are rotated in place first.
+    void (*write_entry)(CacheForm form, float* key, float* value, int64_t head_dim, uint8_t* entry);
     void (*attend)(const Queries& queries, const Keys& keys, float* scratch);
     void (*merge)(const Queries& queries, const Keys& keys, int64_t num_parts);  // parts lie one after the other
     void (*choose)(Choice& choice);

@@ -56,8 +56,28 @@ void reserve_attention(Context& c, const Shape& shape) {
     c.scratch.take_as<float>(c.pool.size() * attend_scratch_floats(int(shape.head_dim), int(shape.group())));
 }
 
+struct Planes {  // one layer's keys and values in the cache
+    CacheForm form;
+    float *k, *v;      // [pages, page_tokens, kv_heads, head_dim] each
+    uint8_t* entries;  // packed forms: in place of both, [pages, page_tokens, kv_heads, entry_bytes]
+};
+
+Planes planes_of(CacheForm form, void* k, void* v) {
+    if (form == CacheForm::kFloats) return {form, static_cast<float*>(k), static_cast<float*>(v), nullptr};
+    return {form, nullptr, nullptr, static_cast<uint8_t*>(k)};
+}
+
+Planes planes_of(const GroupDesc& group, int64_t layer) {
+    if (group.form == CacheForm::kFloats) {
+        float* k = static_cast<float*>(group.cache) + 2 * layer * group.plane;
+        return {group.form, k, k + group.plane, nullptr};
+    }
+    return {group.form, nullptr, nullptr, static_cast<uint8_t*>(group.cache) + layer * group.plane};
+}
+
 struct Attended {  // inputs and outputs of one layer's attention
-    const float *q, *k, *v;
+    const float* q;
+    Planes planes;
     int64_t q_stride;
     float scale, softcap;
     const float* sinks;  // [heads], or null
@@ -121,11 +141,21 @@ void attend_all(Context& c, const StepDesc& step, const GroupDesc& group, const 
                        work.out + unit.out * shape.q_width() + piece.head * heads * dim, work.q_stride, shape.q_width(),
                        int32_t(unit.count), int32_t(heads), step.positions[unit.first], piece.part};
     };
+    const Planes& planes = work.planes;
+    const int64_t bytes = entry_bytes(planes.form, dim);
     const auto keys_of = [&](const Piece& piece) {
-        return Keys{work.k + piece.head * dim, work.v + piece.head * dim,
-                    group.table + units[piece.unit].row * group.table_stride, shape.kv_width(),
-                    int32_t(group.page_tokens), int32_t(dim), group.window, work.scale, work.softcap,
-                    work.sinks ? work.sinks + piece.head * heads : nullptr, piece.first, piece.stop};
+        Keys keys = {nullptr, nullptr, group.table + units[piece.unit].row * group.table_stride, shape.kv_width(),
+                     int32_t(group.page_tokens), int32_t(dim), group.window, work.scale, work.softcap,
+                     work.sinks ? work.sinks + piece.head * heads : nullptr, piece.first, piece.stop,
+                     planes.form, nullptr};
+        if (planes.form == CacheForm::kFloats) {
+            keys.k = planes.k + piece.head * dim;
+            keys.v = planes.v + piece.head * dim;
+        } else {
+            keys.entries = planes.entries + piece.head * bytes;
+            keys.token_stride = shape.num_kv_heads * bytes;
+        }
+        return keys;
     };
     c.pool.share(num_pieces, 1, [&](int64_t first, int64_t stop, int thread) {
         float* scratch = static_cast<float*>(c.scratch.take(0)) + thread * room;
@@ -153,9 +183,23 @@ void angles(Context& c, const StepDesc& step, const float* frequencies, float sc
     });
 }
 
+// Writes one token's keys and values, which follow its keys in `kv`, to its slot. Packed forms overwrite `kv`.
+void write_token(Context& c, const Shape& shape, const Planes& planes, int64_t slot, float* kv) {
+    const int64_t width = shape.kv_width(), dim = shape.head_dim;
+    if (planes.form == CacheForm::kFloats) {
+        memcpy(planes.k + slot * width, kv, sizeof(float) * size_t(width));
+        memcpy(planes.v + slot * width, kv + width, sizeof(float) * size_t(width));
+        return;
+    }
+    const int64_t bytes = entry_bytes(planes.form, dim);
+    uint8_t* entry = planes.entries + slot * shape.num_kv_heads * bytes;
+    for (int64_t h = 0; h < shape.num_kv_heads; ++h)
+        c.kernels->write_entry(planes.form, kv + h * dim, kv + width + h * dim, dim, entry + h * bytes);
+}
+
 void rope_write(Context& c, const StepDesc& step, const GroupDesc& group, const Shape& shape, float* qkv,
                 const float* q_norm, const float* k_norm, bool is_wide, float eps, const float* cos, const float* sin,
-                float* k, float* v) {
+                const Planes& planes) {
     const int64_t dim = shape.head_dim, half = dim / 2;
     c.pool.share(step.num_tokens, grain(step.num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
@@ -170,9 +214,7 @@ void rope_write(Context& c, const StepDesc& step, const GroupDesc& group, const 
                 if (norm && !is_wide) c.kernels->norm(head, norm, eps, dim, head);
                 c.kernels->turn(head, cos + t * half, sin + t * half, half);
             }
-            const size_t bytes = sizeof(float) * size_t(shape.kv_width());
-            memcpy(k + group.slots[t] * shape.kv_width(), row + shape.q_width(), bytes);
-            memcpy(v + group.slots[t] * shape.kv_width(), row + shape.q_width() + shape.kv_width(), bytes);
+            write_token(c, shape, planes, group.slots[t], row + shape.q_width());
         }
     });
 }
@@ -238,8 +280,7 @@ void mix(Context& c, const StackDesc& stack, const LayerDesc& layer, int64_t num
 // Calls
 
 void run_attention(Context& c, const StepDesc& step, const float* q, int64_t num_heads, int64_t num_kv_heads,
-                   int64_t head_dim, const float* k, const float* v, float scale, float softcap, const float* sinks,
-                   float* out) {
+                   int64_t head_dim, void* k, void* v, float scale, float softcap, const float* sinks, float* out) {
     std::lock_guard<std::mutex> lock(c.busy);
     const Shape shape = {num_heads, num_kv_heads, head_dim};
     const int64_t num_units = list_units(c, step, shape);
@@ -247,19 +288,20 @@ void run_attention(Context& c, const StepDesc& step, const float* q, int64_t num
     Run run(c.pool);
     const Unit* units = static_cast<Unit*>(c.units.take(0));
     attend_all(c, step, step.groups[0], shape, units, num_units,
-               {q, k, v, shape.q_width(), scale, softcap, sinks, out});
+               {q, planes_of(step.groups[0].form, k, v), shape.q_width(), scale, softcap, sinks, out});
 }
 
 void run_rope_write(Context& c, const StepDesc& step, float* qkv, const float* q_norm, const float* k_norm, float eps,
                     const float* frequencies, float rope_scale, int64_t num_heads, int64_t num_kv_heads,
-                    int64_t head_dim, float* k, float* v) {
+                    int64_t head_dim, void* k, void* v) {
     std::lock_guard<std::mutex> lock(c.busy);
     const Shape shape = {num_heads, num_kv_heads, head_dim};
     float* cos = c.cos.take_as<float>(step.num_tokens * head_dim / 2);
     float* sin = c.sin.take_as<float>(step.num_tokens * head_dim / 2);
     Run run(c.pool);
     angles(c, step, frequencies, rope_scale, head_dim / 2, cos, sin);
-    rope_write(c, step, step.groups[0], shape, qkv, q_norm, k_norm, false, eps, cos, sin, k, v);
+    rope_write(c, step, step.groups[0], shape, qkv, q_norm, k_norm, false, eps, cos, sin,
+               planes_of(step.groups[0].form, k, v));
 }
 
 namespace {
@@ -346,13 +388,12 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
     for (int64_t i = 0; i < stack.num_layers; ++i) {
         const LayerDesc& layer = stack.layers[i];
         const GroupDesc& group = step.groups[layer.group];
-        float* k = group.cache + 2 * layer.cache_index * group.plane;
-        float* v = k + group.plane;
+        const Planes planes = planes_of(group, layer.cache_index);
         const int64_t turn = layer.rope * tokens * half;
         Hooks hooks = {stack.reduction, step.adapters, i, nullptr};
         project(c, stack, layer, shape, stream, tokens, hooks, qkv);
         rope_write(c, step, group, shape, qkv, layer.q_norm, layer.k_norm, stack.is_wide != 0, stack.eps, cos + turn,
-                   sin + turn, k, v);
+                   sin + turn, planes);
         int64_t count = tokens, units_here = num_units;
         const Unit* units = static_cast<Unit*>(c.units.take(0));
         if (narrows && i == stack.num_layers - 1) {  // the last layer computes the wanted tokens only
@@ -365,7 +406,7 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
                 memmove(stream + t * width, stream + step.wanted[t] * width, sizeof(float) * size_t(width));
         }
         attend_all(c, step, group, shape, units, units_here,
-                   {qkv, k, v, shape.qkv_width(), stack.attention_scale, stack.softcap, layer.sinks, attended});
+                   {qkv, planes, shape.qkv_width(), stack.attention_scale, stack.softcap, layer.sinks, attended});
         if (stack.is_parallel && !layer.mixture) widen(c, stack, layer, stream, count, hooks, inner);
         join(c, stack, layer.out, attended, count, Before(), layer.after_attention, hooks, Product::kOut, stream);
         if (layer.mixture) {

@@ -54,9 +54,10 @@ struct GroupDesc {  // one paged group in one step
     const int32_t* table;  // [rows, table_stride]
     int64_t table_stride;
     const int64_t* slots;  // [tokens]
-    float* cache;          // [layers, 2, plane]
-    int64_t plane;         // elements
+    void* cache;           // floats [layers, 2, plane], or entries [layers, plane]
+    int64_t plane;         // elements of a plane
     int64_t page_tokens, window;
+    CacheForm form;
 };
 
 struct StepDesc {
@@ -111,10 +112,10 @@ void run_linear(Context& context, const LinearDesc& linear, const float* x, int6
 void run_stack(Context& context, const StackDesc& stack, const StepDesc& step, float* out);
 
 void run_attention(Context& context, const StepDesc& step, const float* q, int64_t num_heads, int64_t num_kv_heads,
-                   int64_t head_dim, const float* k, const float* v, float scale, float softcap, const float* sinks, float* out);
+                   int64_t head_dim, void* k, void* v, float scale, float softcap, const float* sinks, float* out);
 
 void run_rope_write(Context& context, const StepDesc& step, float* qkv, const float* q_norm, const float* k_norm,
                     float eps, const float* frequencies, float rope_scale, int64_t num_heads, int64_t num_kv_heads,
-                    int64_t head_dim, float* k, float* v);
+                    int64_t head_dim, void* k, void* v);
 
 }  // namespace quire

@@ -23,6 +23,7 @@ from quire.layers.attention import (
 from quire.layers.build import Build
 from quire.layers.embedding import Embedding, Head
 from quire.layers.head_layout import HeadOrder
+from quire.layers.kv_specs import kv_specs
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, PostRopeQKNorm, QKNorm, RMSNorm, WideQKNorm
 from quire.layers.residual_join import ResidualJoin
@@ -259,21 +260,14 @@ def has_native_attention(config: DenseConfig) -> bool:
 
 
 def _cache_specs(config: DenseConfig, build: Build) -> list[CacheSpec]:
-    """Returns one cache group per window size: full-attention layers are one, layers with a window another."""
+    """Returns one cache group per window size: full-attention layers are one, layers with a window another. Layers that
+    stay whole in a packed cache are groups of their own."""
     num_kv_heads = build.heads(config.num_heads, config.num_kv_heads).num_kv_heads
-    specs = []
+    specs: list[CacheSpec] = []
     for window in sorted(set(config.windows), key=lambda window: window or 0):
-        specs.append(
-            CacheSpec(
-                group="full" if window is None else "window",
-                kind="paged",
-                layers=tuple(index for index, other in enumerate(config.windows) if other == window),
-                shape=(num_kv_heads, config.head_dim),
-                dtype=str(build.cache_dtype).removeprefix("torch."),
-                page_tokens=build.page_tokens,
-                window=window,
-            )
-        )
+        group = "full" if window is None else "window"
+        layers = [index for index, other in enumerate(config.windows) if other == window]
+        specs += kv_specs(build, group, layers, num_kv_heads, config.head_dim, window)
     return specs
 
 

@@ -114,43 +114,86 @@ inline void conclude(const Queries& queries, const Keys& keys, int i, float most
     float* out = place(queries, i, keys.head_dim);
     const float inverse = 1.0f / all_weights(most, sum, keys, i % queries.num_heads);
     for (int d = 0; d < keys.head_dim; ++d) out[d] = values[d] * inverse;
+    if (keys.form != CacheForm::kFloats) rotate(out, keys.head_dim);
 }
 
 struct Desk {  // working memory for the queries of one call
     float *turned, *weights, *sums, *parts;  // [kKeyBlock / W][head_dim][W], [queries][kKeyBlock], [queries][stride]
+    Block* blocks;     // [queries, head_dim / 32]: queries of packed caches, rounded
+    Factors* factors;  // the same
     int64_t stride;
     int num_queries;
     Softmax state[kQueryTokens * 64];
     const float* q[kQueryTokens * 64];
 };
 
+inline int64_t slot_of(const Keys& keys, int64_t key) {
+    return int64_t(keys.pages[key / keys.page_tokens]) * keys.page_tokens + key % keys.page_tokens;
+}
+
+}  // namespace
+
+#include "attend_packed.inl"
+
+namespace {
+
+// How attention reads keys and values that are floats.
+class FloatEntries {
+  public:
+    FloatEntries(const Queries&, const Keys& keys, Desk& desk) : keys_(keys), desk_(desk) {}
+
+    void seek(int64_t base, int n, int padded) {
+        padded_ = padded;
+        for (int j = 0; j < padded; ++j) {
+            const int64_t slot = slot_of(keys_, base + (j < n ? j : n - 1));
+            k_[j] = keys_.k + slot * keys_.token_stride;
+            v_[j] = keys_.v + slot * keys_.token_stride;
+        }
+    }
+
+    void score_all() {
+        const int head_dim = keys_.head_dim, num_queries = desk_.num_queries;
+        for (int j = 0; j < padded_; j += W) {
+            float *block = desk_.turned + int64_t(j) * head_dim, *scores = desk_.weights + j;
+            transpose(k_ + j, head_dim, block);
+            int i = 0;
+            for (; i + kScoreQueries <= num_queries; i += kScoreQueries)
+                score<kScoreQueries>(desk_.q + i, block, head_dim, scores + i * kKeyBlock);
+            for (; i + 3 <= num_queries; i += 3) score<3>(desk_.q + i, block, head_dim, scores + i * kKeyBlock);
+            for (; i < num_queries; ++i) score<1>(desk_.q + i, block, head_dim, scores + i * kKeyBlock);
+        }
+    }
+
+    void settle(int) {}
+
+    template <int M>
+    void weigh(int i, int first, int stop) {
+        weigh_all<M>(desk_.weights + i * kKeyBlock, v_, keys_.head_dim, first, stop, desk_.sums + i * desk_.stride,
+                     desk_.stride);
+    }
+
+  private:
+    const Keys& keys_;
+    Desk& desk_;
+    int padded_ = 0;
+    const float *k_[kKeyBlock], *v_[kKeyBlock];
+};
+
 // One piece of the keys, from `first` to `last`, in blocks that begin at multiples of kKeyBlock. Which keys share a
 // block, and so the order of sums, is the same for a token alone and in any batch.
+template <class Entries>
 void look(const Queries& queries, const Keys& keys, int64_t first, int64_t last, Desk& desk) {
-    const int head_dim = keys.head_dim, num_queries = desk.num_queries;
+    const int num_queries = desk.num_queries;
     const int64_t window = keys.window, stride = desk.stride;
     float *weights = desk.weights, *sums = desk.sums;
     Softmax* state = desk.state;
+    Entries entries(queries, keys, desk);
     for (int i = 0; i < num_queries; ++i) state[i] = {-INFINITY, 0, 0, 0};
     memset(sums, 0, sizeof(float) * num_queries * stride);
     for (int64_t base = first; base < last; base += kKeyBlock) {
         const int n = last - base < kKeyBlock ? int(last - base) : kKeyBlock, padded = (n + W - 1) / W * W;
-        const float *k[kKeyBlock], *v[kKeyBlock];
-        for (int j = 0; j < padded; ++j) {
-            int64_t key = base + (j < n ? j : n - 1);
-            int64_t slot = int64_t(keys.pages[key / keys.page_tokens]) * keys.page_tokens + key % keys.page_tokens;
-            k[j] = keys.k + slot * keys.token_stride;
-            v[j] = keys.v + slot * keys.token_stride;
-        }
-        for (int j = 0; j < padded; j += W) {
-            float* block = desk.turned + int64_t(j) * head_dim;
-            transpose(k + j, head_dim, block);
-            int i = 0;
-            for (; i + kScoreQueries <= num_queries; i += kScoreQueries)
-                score<kScoreQueries>(desk.q + i, block, head_dim, weights + i * kKeyBlock + j);
-            for (; i + 3 <= num_queries; i += 3) score<3>(desk.q + i, block, head_dim, weights + i * kKeyBlock + j);
-            for (; i < num_queries; ++i) score<1>(desk.q + i, block, head_dim, weights + i * kKeyBlock + j);
-        }
+        entries.seek(base, n, padded);
+        entries.score_all();
         for (int i = 0; i < num_queries; ++i) {
             const int64_t position = queries.first_position + i / queries.num_heads;
             const int64_t from = window && position >= window ? position - window + 1 : 0;
@@ -159,6 +202,7 @@ void look(const Queries& queries, const Keys& keys, int64_t first, int64_t last,
             float* w = weights + i * kKeyBlock;
             if (state[i].first >= state[i].stop) {
                 memset(w, 0, sizeof(float) * padded);
+                entries.settle(i);
                 continue;
             }
             float shrink = soften(w, state[i], keys, padded);
@@ -166,18 +210,23 @@ void look(const Queries& queries, const Keys& keys, int64_t first, int64_t last,
                 float* sum = sums + i * stride;
                 for (int64_t d = 0; d < stride; d += W) store(sum + d, mul(load(sum + d), splat(shrink)));
             }
+            entries.settle(i);
         }
         // The first queries may see no key of a block at the end of the sequence; the last query sees the most.
         int i = 0;
         for (; i + kValueQueries <= num_queries; i += kValueQueries)
-            weigh_all<kValueQueries>(weights + i * kKeyBlock, v, head_dim, state[i].first,
-                                     state[i + kValueQueries - 1].stop, sums + i * stride, stride);
-        for (; i + 3 <= num_queries; i += 3)
-            weigh_all<3>(weights + i * kKeyBlock, v, head_dim, state[i].first, state[i + 2].stop, sums + i * stride,
-                         stride);
-        for (; i < num_queries; ++i)
-            weigh_all<1>(weights + i * kKeyBlock, v, head_dim, state[i].first, state[i].stop, sums + i * stride,
-                         stride);
+            entries.template weigh<kValueQueries>(i, state[i].first, state[i + kValueQueries - 1].stop);
+        for (; i + 3 <= num_queries; i += 3) entries.template weigh<3>(i, state[i].first, state[i + 2].stop);
+        for (; i < num_queries; ++i) entries.template weigh<1>(i, state[i].first, state[i].stop);
+    }
+}
+
+void look_at(const Queries& queries, const Keys& keys, int64_t first, int64_t last, Desk& desk) {
+    switch (keys.form) {
+        case CacheForm::kFloats: return look<FloatEntries>(queries, keys, first, last, desk);
+        case CacheForm::kInt8: return look<PackedEntries<CacheForm::kInt8>>(queries, keys, first, last, desk);
+        case CacheForm::kK8V4: return look<PackedEntries<CacheForm::kK8V4>>(queries, keys, first, last, desk);
+        case CacheForm::kQ4: return look<PackedEntries<CacheForm::kQ4>>(queries, keys, first, last, desk);
     }
 }
 
@@ -189,13 +238,18 @@ void attend(const Queries& queries, const Keys& keys, float* scratch) {
     desk.turned = scratch;
     desk.weights = desk.turned + int64_t(kKeyBlock) * head_dim;
     desk.sums = desk.weights + int64_t(desk.num_queries) * kKeyBlock;
-    desk.parts = queries.part ? queries.part : desk.sums + int64_t(desk.num_queries) * desk.stride;
+    float* end = desk.sums + int64_t(desk.num_queries) * desk.stride;
+    desk.parts = queries.part ? queries.part : end;
+    if (!queries.part) end += int64_t(desk.num_queries) * part_floats(head_dim);
+    const int64_t num_blocks = int64_t(desk.num_queries) * (head_dim / kBlock);
+    desk.blocks = reinterpret_cast<Block*>(end);
+    desk.factors = reinterpret_cast<Factors*>(desk.blocks + num_blocks);
     for (int i = 0; i < desk.num_queries; ++i)
         desk.q[i] = queries.q + (i / queries.num_heads) * queries.q_stride + (i % queries.num_heads) * int64_t(head_dim);
     const bool is_whole = !queries.part && keys.first / kSplitKeys == (keys.stop - 1) / kSplitKeys;
     for (int64_t first = keys.first; first < keys.stop;) {
         const int64_t end = (first / kSplitKeys + 1) * kSplitKeys, last = end < keys.stop ? end : keys.stop;
-        look(queries, keys, first, last, desk);
+        look_at(queries, keys, first, last, desk);
         for (int i = 0; i < desk.num_queries && !is_whole; ++i) {
             float* part = desk.parts + i * part_floats(head_dim);
             if (first == keys.first) part[0] = -INFINITY, memset(part + 1, 0, sizeof(float) * (head_dim + 1));

@@ -13,6 +13,7 @@ using namespace quire;
 #include "rows.inl"
 #include "forms.inl"
 #include "product.inl"
+#include "cache_entry.inl"
 #include "attend.inl"
 #include "choose.inl"
 #include "recurrent.inl"
@@ -21,7 +22,7 @@ namespace quire {
 
 const Kernels* avx512_kernels() {
     static const Kernels kernels = {"avx512", W, norm, layer_norm, add_scaled, activate,
-                                    quantize, turn, product, attend, merge, choose, recur};
+                                    quantize, turn, product, write_entry, attend, merge, choose, recur};
     return &kernels;
 }
 

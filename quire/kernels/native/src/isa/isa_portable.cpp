@@ -11,6 +11,7 @@ using namespace quire;
 #include "rows.inl"
 #include "forms.inl"
 #include "product.inl"
+#include "cache_entry.inl"
 #include "attend.inl"
 #include "choose.inl"
 #include "recurrent.inl"
@@ -19,7 +20,7 @@ namespace quire {
 
 const Kernels* portable_kernels() {
     static const Kernels kernels = {"portable", W, norm, layer_norm, add_scaled, activate,
-                                    quantize, turn, product, attend, merge, choose, recur};
+                                    quantize, turn, product, write_entry, attend, merge, choose, recur};
     return &kernels;
 }
 

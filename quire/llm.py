@@ -24,8 +24,10 @@ from quire.engine.host.driver import TRANSFER_SECONDS
 from quire.engine.host.interrupts import HeldInterrupts
 from quire.files.pooling import read_pooling
 from quire.files.progress import Progress
+from quire.llm_sessions import LLMSessions
 from quire.startup.early_init import open_engine
 from quire.types import QuireError, Request, SamplingParams, choose_pooling
+from quire.types.sessions import SessionCommand, SessionInfo
 
 if TYPE_CHECKING:
     from quire.startup.assemble import Assembly
@@ -52,6 +54,7 @@ class LLM:
         self._is_torn = False  # a call left the engine in an undefined state, for example after an interrupt
         self._in_engine = False
         self._closed = False
+        self.sessions = LLMSessions(self.edge, self._run_session, lambda: self._engine.scheduler.cache)
 
     # -- public methods -------------------------------------------------------------------------------------------
 
@@ -184,6 +187,16 @@ class LLM:
             self._leave()
         return num_tokens
 
+    def _run_session(self, command: SessionCommand) -> SessionInfo | None:
+        with HeldInterrupts() as interrupts, self._lock:
+            self._engine.sessions.start(command)
+            while True:
+                for reply in self._engine.sessions.poll():
+                    if reply.number == command.number:
+                        return reply.result()
+                self._turn()
+                interrupts.release()
+
     @property
     def edge(self) -> Edge:
         return self._parts.edge
@@ -264,7 +277,7 @@ class LLM:
     def _turn(self) -> None:
         with self._lock:
             self._enter()
-            if self._engine.awaits_transfers:
+            if self._engine.awaits_transfers or self._engine.awaits_session:
                 self._engine.wait_for_transfer(TRANSFER_SECONDS)
             for delta in self._engine.turn():
                 opened = self._replies.get(delta.request_id)

@@ -21,6 +21,7 @@ from quire.cache.pool import Pool
 from quire.cache.snapshots import SnapshotRule
 from quire.cache.tiers.host import HostTier
 from quire.cache.tiers.seam import BlockId, TierFault, TierStats
+from quire.cache.tiers.sessions import SessionFolder
 from quire.cache.tiers.stack import TierStack
 from quire.cache.tiers.stored import HostUnits, StoredTier
 from quire.cache.tree import ABSENT, Node, PrefixTree
@@ -81,13 +82,13 @@ class CacheIndex:
         new._to_clear = self._to_clear
         if self.tiers is not None:
             self.tiers.stop()
-            new.attach(self.tiers.stores, self.tiers.memory)
+            new.attach(self.tiers.stores, self.tiers.memory, self.tiers.sessions)
         return new
 
-    def attach(self, stores: Sequence[StoredTier], memory: HostUnits) -> None:
+    def attach(self, stores: Sequence[StoredTier], memory: HostUnits, sessions: SessionFolder | None = None) -> None:
         """Put stores below host memory."""
         assert self.host.keeps_blocks and self.page_tokens % LINK_TOKENS == 0
-        self.tiers = TierStack(self.host, stores, memory)
+        self.tiers = TierStack(self.host, stores, memory, sessions=sessions)
 
     @property
     def stores(self) -> Sequence[StoredTier]:
@@ -313,13 +314,13 @@ class CacheIndex:
         stores = self.tiers.stores
 
         def has(group: int, index: int) -> bool:
-            block = self._block(request, group, index)
+            block = self.block(request, group, index)
             return self.host.has(block) or any(store.has(block) for store in stores)
 
         longer = self._lookup.extend(keys, match, has)
         if longer is match:
             return False
-        blocks = [self._block(request, group, index) for group, index in self._lookup.lacking(longer)]
+        blocks = [self.block(request, group, index) for group, index in self._lookup.lacking(longer)]
         resident = [block for block in blocks if self.host.has(block)]
         below = [block for block in blocks if not self.host.has(block)]
         return self.tiers.stage(request, below, resident, seconds(longer.length - match.length, match.length))
@@ -334,6 +335,30 @@ class CacheIndex:
         """Return the kinds of failures of stores that came for the first time since the last call."""
         return [] if self.tiers is None else self.tiers.take_faults()
 
+    def blocks_of(self, request: Request, has: Callable[[BlockId, int], bool]) -> tuple[int, list[tuple[BlockId, int]]]:
+        """Return how many tokens of a prefix can be had, and its blocks with their units on the device, or ABSENT.
+
+        `has(block, unit)`: whether a block can be had. The whole request is looked at, its last page included.
+        """
+        lease = lease_of(request)
+        lease.extend_keys(request.tokens, len(request.tokens) // self.page_tokens, self.tree)
+
+        def unit_of(group: int, index: int) -> int:
+            node = self.tree.get(lease.keys[index])
+            return ABSENT if node is None else node.units[group]
+
+        found: dict[tuple[int, int], bool] = {}
+
+        def can_be_had(group: int, index: int) -> bool:
+            place = (group, index)
+            if place not in found:
+                found[place] = has(self.block(request, group, index), unit_of(group, index))
+            return found[place]
+
+        num_pages, _ = self._lookup.longest_where(len(lease.keys), can_be_had)
+        blocks = [(self.block(request, g, i), unit_of(g, i)) for g, i in self._lookup.needed(num_pages)]
+        return num_pages * self.page_tokens, blocks
+
     def reach(self, request: Request) -> list[tuple[str, int]]:
         """Return how many tokens of a request's prefix each tier and those above it hold, the device first."""
         match = self.match(request)
@@ -346,7 +371,7 @@ class CacheIndex:
         above: list[Callable[[BlockId], bool]] = [self.host.has]
         for store in self.stores:
             above.append(store.has)
-            match = self._lookup.extend(keys, match, lambda g, i: any(has(self._block(request, g, i)) for has in above))
+            match = self._lookup.extend(keys, match, lambda g, i: any(has(self.block(request, g, i)) for has in above))
             found.append((store.name, match.length))
         return found
 
@@ -437,7 +462,7 @@ class CacheIndex:
         units = [self.pools[g].num_units - 1 for g in self.paged if g not in self.windowed]
         return min(units) * self.page_tokens if units else 1 << 62
 
-    def _block(self, request: Request, group: int, index: int) -> BlockId:
+    def block(self, request: Request, group: int, index: int) -> BlockId:
         """Return the id of what a group has at a page of a request, with the links that the page covers."""
         lease = lease_of(request)
         key = lease.keys[index]
@@ -450,7 +475,7 @@ class CacheIndex:
         """Let the stores keep blocks that have entered the tree: page indices and units."""
         assert self.tiers is not None
         for index, unit in units:
-            block = self._block(request, group, index)
+            block = self.block(request, group, index)
             if unit != ABSENT and self._holds(block, unit):
                 self.tiers.keep(block, unit)
 

@@ -87,37 +87,50 @@ class Lookup:
         if self._simple is not None and (first >= len(keys) or not has(self._simple, first)):
             return found  # the usual case of a model with full attention alone
         nodes: list[Node] = []
-        best, reach, size = first, 0, self._page_tokens
+        for key in keys:
+            node = self._tree.get(key)
+            if node is None:
+                break  # no node without its ancestors
+            nodes.append(node)
+
+        def is_there(group: int, index: int) -> bool:
+            return (index < len(nodes) and nodes[index].units[group] != ABSENT) or has(group, index)
+
+        best, reach = self.longest_where(len(keys), is_there)
+        if best <= first:
+            return found
+        size = self._page_tokens
+        return Match(best * size, max(reach * size, found.reach) if self._full else best * size, nodes[:best])
+
+    def longest_where(self, num_keys: int, has: Callable[[int, int], bool]) -> tuple[int, int]:
+        """Return after how many pages every group can continue with what `has(group, page index)`, and how many pages
+        the groups of full attention have."""
+        best = reach = 0
         runs = dict.fromkeys(self._window_pages, 0)
-        for index, key in enumerate(keys):
-            node, num_pages = self._tree.get(key), index + 1
-
-            def is_there(group: int, node: Node | None = node, index: int = index) -> bool:
-                return (node is not None and node.units[group] != ABSENT) or has(group, index)
-
-            if not all(map(is_there, self._full)):
+        for index in range(num_keys):
+            num_pages = index + 1
+            if not all(has(group, index) for group in self._full):
                 break
-            if node is not None and len(nodes) == index:
-                nodes.append(node)
             reach = num_pages
             for group in runs:
-                runs[group] = runs[group] + 1 if is_there(group) else 0
+                runs[group] = runs[group] + 1 if has(group, index) else 0
             windows = all(runs[group] >= min(num_pages, count) for group, count in self._window_pages.items())
-            if num_pages > best and windows and all(map(is_there, self._state)):
+            if windows and all(has(group, index) for group in self._state):
                 best = num_pages
-        if best == first:
-            return found
-        return Match(best * size, max(reach * size, found.reach) if self._full else best * size, nodes[:best])
+        return best, reach
+
+    def needed(self, num_pages: int) -> list[tuple[int, int]]:
+        """Return the group and page index of all that a prefix of so many pages consists of."""
+        firsts = dict.fromkeys(self._full, 0) | dict.fromkeys(self._state, num_pages - 1)
+        firsts |= {group: max(0, num_pages - count) for group, count in self._window_pages.items()}
+        return [(group, index) for group, first in firsts.items() for index in range(max(0, first), num_pages)]
 
     def lacking(self, match: Match) -> list[tuple[int, int]]:
         """Return the group and page index of all that the device lacks of a match."""
-        num_pages, nodes = match.length // self._page_tokens, match.nodes
-        firsts = dict.fromkeys(self._full, 0) | dict.fromkeys(self._state, num_pages - 1)
-        firsts |= {group: max(0, num_pages - count) for group, count in self._window_pages.items()}
+        nodes = match.nodes
         return [
             (group, index)
-            for group, first in firsts.items()
-            for index in range(first, num_pages)
+            for group, index in self.needed(match.length // self._page_tokens)
             if index >= len(nodes) or nodes[index].units[group] == ABSENT
         ]
 

@@ -7,6 +7,7 @@ or at a terminal with `--plain`, is here. `ChatHistory` holds the turns. `Sessio
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from argparse import Namespace
@@ -44,6 +45,8 @@ HELP = """\
 /system TEXT   set the system message
 /system        show it (/system none removes it)
 /stats         turns and tokens so far
+/save NAME     keep the conversation and its cache in --cache-dir
+/load NAME     go on with a conversation that was kept
 /exit          leave (so does Ctrl-D)
 A message of several lines stands between \"\"\" and \"\"\"; a paste of several lines is one message.
 Ctrl-C stops the current answer or drops the line you are typing; twice on an empty line it leaves."""
@@ -117,6 +120,20 @@ class ChatHistory:
             messages.append({"role": "assistant", "content": answered})
         return [*messages, {"role": "user", "content": user}]
 
+    @classmethod
+    def read(cls, messages: list[dict[str, str]]) -> ChatHistory:
+        """Return the history with these messages, which `messages` has returned."""
+        found = cls()
+        for message in messages:
+            role, text = message.get("role"), str(message.get("content", ""))
+            if role == "system":
+                found.system = text
+            elif role == "user":
+                found.turns.append((text, ""))
+            elif role == "assistant" and found.turns:
+                found.turns[-1] = (found.turns[-1][0], text)
+        return found
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The session
@@ -182,6 +199,8 @@ class Session:
             print_note("the conversation was reset.")
         elif command == "system":
             self._set_system(rest)
+        elif command in ("save", "load"):
+            (self._save if command == "save" else self._load)(rest)
         elif command == "stats":
             print(self.stats(), file=sys.stderr)
         elif command == "help":
@@ -245,6 +264,21 @@ class Session:
             return
         self.conversation.system = None if text == "none" else check_text(text, "the system message")
         print_note("system message removed." if text == "none" else "system message set.")
+
+    def _save(self, name: str) -> None:
+        if not self.conversation.turns:
+            raise QuireError("empty_prompt", "There is no answer to save yet.")
+        *messages, _ = self.conversation.messages("")
+        saved = self.llm.sessions.save(name, messages)
+        print_note(f"saved {name!r} with the cache of {saved.saved_tokens} of its {saved.num_tokens} tokens.")
+
+    def _load(self, name: str) -> None:
+        loaded = self.llm.sessions.load(name)
+        self.conversation = ChatHistory.read(json.loads(loaded.messages or "[]"))
+        turns = len(self.conversation.turns)
+        print_note(
+            f"loaded {name!r}: {turns} turns, {loaded.ready_tokens} of {loaded.num_tokens} tokens from the cache."
+        )
 
     def stats(self) -> str:
         lines = [

@@ -25,11 +25,13 @@ from quire.engine.host import wire
 from quire.engine.states import PROCESS_TRANSITIONS, Move, ProcessState, StateMachine
 from quire.machine import num_memory_kills
 from quire.types import QuireError
+from quire.types.sessions import SessionAction, SessionCommand, SessionInfo, SessionReply
 
 WATCH_SECONDS = 0.25
 FIRST_WAIT_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 10.0
 CHECK_SECONDS = 30.0
+SESSION_SECONDS = 180.0
 KEPT_RECOVERIES = 1000
 LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "started": "debug", "stopped": "debug"}
 # Errors of settings from which no engine can be built.
@@ -89,6 +91,7 @@ class Supervisor:
         self._link: EngineLink | None = None
         self._task: asyncio.Task[None] | None = None
         self._checks: dict[int, asyncio.Future[wire.IntegrityReport]] = {}
+        self._sessions: dict[int, asyncio.Future[SessionReply]] = {}
         self._numbers = itertools.count(1)
         self._memory_kills = num_memory_kills()
         client.on_error = lambda request_id, code, what: self.errors.put("request", code, what, [request_id])
@@ -183,6 +186,10 @@ class Supervisor:
                 answer = self._checks.pop(message.number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
+            elif isinstance(message, SessionReply):
+                waiting = self._sessions.pop(message.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
 
     async def _watch(self, link: EngineLink) -> QuireError:
         is_late = False
@@ -224,6 +231,22 @@ class Supervisor:
             self.errors.put("check", "check_failed", checked.problem)
         return checked
 
+    async def session(self, action: SessionAction, name: str, owner: str, **fields: Any) -> SessionInfo | None:
+        """Let the engine save, load, show or delete a session; return it. Raises the engine's error."""
+        if self._link is None:
+            raise QuireError("engine_lost", "The engine is being replaced.", "Try again in a moment.")
+        number = next(self._numbers)
+        answer: asyncio.Future[SessionReply] = asyncio.get_running_loop().create_future()
+        self._sessions[number] = answer
+        self._link.send(SessionCommand(number, action, name, owner, **fields))
+        try:
+            return (await asyncio.wait_for(answer, SESSION_SECONDS)).result()
+        except TimeoutError:
+            what = f"The engine did not answer within {SESSION_SECONDS:.0f} s."
+            raise QuireError("engine_hung", what, "Try again later.") from None
+        finally:
+            self._sessions.pop(number, None)
+
     # -- after a loss ---------------------------------------------------------------------------------------------
 
     def _attach(self, link: EngineLink) -> None:
@@ -239,6 +262,10 @@ class Supervisor:
         self.cause = cause
         self.states.move("lost", str(cause))
         self.errors.put("engine", cause.code, str(cause))
+        for number in list(self._sessions):
+            self._sessions.pop(number).set_exception(
+                QuireError("engine_lost", "The engine was lost before it answered.", "Try again in a moment.")
+            )
         for number in list(self._checks):
             self._checks.pop(number).set_exception(
                 QuireError("engine_lost", "The engine was lost before it answered the check.")

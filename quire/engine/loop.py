@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.engine.recovery import Bisection
 from quire.engine.scheduler import Scheduler
+from quire.engine.sessions import Sessions
 from quire.engine.states import LOOP_TRANSITIONS, LoopState, StateMachine
 from quire.engine.trace import NO_TRACE, Tracer
 from quire.engine.workers import DeviceLost, Ticket, Workers
@@ -22,6 +23,7 @@ from quire.types import Delta, GrammarSpec, Plan, QuireError, Request, is_out_of
 
 Deliver = Callable[[list[Delta]], object]
 FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
+SESSION_WAIT_SECONDS = 0.05  # between two looks at a session's command
 SAVE_SECONDS = 60.0  # for each store to write what is queued
 MAX_SUSPECTS = 64  # maximum number of suspects that a `StepFault` names
 
@@ -64,6 +66,7 @@ class Engine:
         self._last_done = 0.0  # completion time of the last committed step
         self.states: StateMachine[LoopState] = StateMachine(LoopState.IDLE, LOOP_TRANSITIONS)
         self._faults: list[StepFault] = []
+        self.sessions = Sessions(lambda: self.scheduler.cache)
 
     def wrap(
         self, workers: Callable[[Workers], Workers], fill_masks: Callable[[FillMasks], FillMasks] | None = None
@@ -95,12 +98,20 @@ class Engine:
         """Call `wake`, from any thread, whenever a transfer between cache tiers has ended."""
         for store in self.scheduler.cache.stores:
             store.on_done = wake
+        self.sessions.on_done = wake
+
+    @property
+    def awaits_session(self) -> bool:
+        """Whether nothing is to be done but to wait for a session's files."""
+        return self.sessions.is_open and not self.has_work
 
     def wait_for_transfer(self, seconds: float) -> None:
         """Wait until a transfer between cache tiers has ended, at most so many seconds."""
         ended = threading.Event()
         self.on_transfer(ended.set)
-        if self.awaits_transfers and not any(store.has_ended for store in self.scheduler.cache.stores):
+        if (self.awaits_transfers or self.awaits_session) and not any(
+            store.has_ended for store in self.scheduler.cache.stores
+        ):
             ended.wait(seconds)
 
     def poll_transfers(self) -> None:
@@ -292,6 +303,7 @@ class Engine:
                 self.save()
         for store in self.scheduler.cache.stores:
             store.close()
+        self.sessions.close()
         self.workers.close()
         self.tracer.close()
 

@@ -27,6 +27,7 @@ from quire.server.openai.response_routes import responses_router
 from quire.server.openai.routes import openai_router
 from quire.server.ops_routes import admin_router, ops_router
 from quire.server.page.routes import page_router
+from quire.server.session_routes import sessions_router
 from quire.server.state import Server
 from quire.server.text_routes import text_router
 from quire.types import QuireError
@@ -48,6 +49,7 @@ def create_app(server: Server, version: str) -> ASGIApp:
         infill_router(server),
         anthropic_router(server),
         text_router(server),
+        sessions_router(server),
         page_router(server),
         _document_router(app),
     )

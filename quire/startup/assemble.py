@@ -254,6 +254,7 @@ def build_model_engine(
         drafter = make_drafter(config.engine.speculate, name, config.engine.verify, replays=replays)
     engine = engine_of(workers, memory, config, device, drafter, version)
     attach_stores(engine.scheduler.cache, runner.store, config)
+    engine.sessions.adopt()
     return engine, memory
 
 

@@ -8,6 +8,7 @@ from quire.cache.chain import LINK_TOKENS
 from quire.cache.index import CacheIndex
 from quire.cache.tiers.blocks import layouts_of
 from quire.cache.tiers.folder import BlockStore, FolderStore
+from quire.cache.tiers.sessions import SessionFolder
 from quire.cache.tiers.stored import StoredTier
 from quire.config import Config
 from quire.files.source import ModelFiles
@@ -57,14 +58,19 @@ def attach_stores(cache: CacheIndex, store: CacheStore, config: Config) -> None:
     memory = StoreHostUnits(store, LINK_TOKENS)
     layouts = layouts_of(cache.specs, cache.weights)
     tiers = []
+    folders: list[Path] = []  # sessions are kept in the first
     if config.cache.cache_dir is not None:
         folder = FolderStore(Path(config.cache.cache_dir).expanduser())
+        folders.append(folder.folder)
         quota = config.cache.cache_dir_size
         tiers.append(StoredTier("disk", folder, layouts, cache.page_tokens, memory, quota=quota))
     if config.cache.shared_cache is not None:
         shared = open_shared(config.cache.shared_cache)
+        if isinstance(shared, FolderStore):
+            folders.append(shared.folder)
         tiers.append(StoredTier("shared", shared, layouts, cache.page_tokens, memory))
-    cache.attach(tiers, memory)
+    sessions = SessionFolder(folders[0]) if folders else None
+    cache.attach(tiers, memory, sessions)
 
 
 def open_shared(place: str) -> BlockStore:

@@ -39,6 +39,8 @@ NO_ANSWERS = {
     "frames_lost": "between processes",
     "frames_repeated": "between processes",
     "invalid_setting": "settings are read at the start",
+    "invalid_path": "of `quire cache` and LLM.sessions",
+    "invalid_session_file": "of `quire cache` and LLM.sessions",
     "no_end_token": "vocabularies are read at the start",
     "no_grammar": "a server always has grammars",
     "no_tokenizer": "a model without one is not served",

@@ -144,6 +144,23 @@ def describe(data: bytes) -> dict[str, object]:
 
     It needs no model: `quire cache` checks whole folders with it.
     """
+    header = _read_header(data)
+    return {"weights": header.weights.hex(), "group": header.group, "key": header.key.hex(), "bytes": header.num_bytes}
+
+
+def name_of(data: bytes) -> str:
+    """Return the name that a part's file has to have. Raises `CorruptBlock` if the file is damaged."""
+    header = _read_header(data)
+    try:
+        spec = CacheSpec(header.group, header.kind, header.layers, header.shape, header.dtype, planes=header.planes)  # type: ignore[arg-type]
+        layout = BlockLayout(spec, header.weights)
+        index = layout.parts.index(BlockPart(header.part_layers, header.part_heads))
+    except (KeyError, ValueError, AssertionError, ZeroDivisionError) as error:
+        raise CorruptBlock(f"its header makes no sense: {error}") from None
+    return layout.names(header.key)[index]
+
+
+def _read_header(data: bytes) -> _Header:
     if len(data) < len(MAGIC) + 8 or data[: len(MAGIC) - 1] != MAGIC[:-1]:
         raise CorruptBlock("it is no block")
     if data[: len(MAGIC)] != MAGIC:
@@ -158,7 +175,7 @@ def describe(data: bytes) -> dict[str, object]:
         raise CorruptBlock(f"its header can't be read: {error}") from None
     if len(data) != start + header.num_bytes + 4 or crc32(data[:-4]) != _LENGTH.unpack(data[-4:])[0]:
         raise CorruptBlock("its length or checksum is wrong")
-    return {"weights": header.weights.hex(), "group": header.group, "key": header.key.hex(), "bytes": header.num_bytes}
+    return header
 
 
 def layouts_of(specs: Sequence[CacheSpec], weights: bytes) -> list[BlockLayout]:

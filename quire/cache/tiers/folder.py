@@ -75,7 +75,7 @@ class FolderStore:
             what = f"The folder {str(self.folder)!r} is not empty and is no cache of Quire."
             raise QuireError("cache_folder", what, "Choose an empty or a new folder.")
         else:
-            self._put(marker, VERSION.encode() + b"\n")
+            write_file(marker, VERSION.encode() + b"\n")
 
     def scan(self) -> Iterator[StoredFile]:
         """Yield all files, and delete what a crash left half written."""
@@ -108,30 +108,36 @@ class FolderStore:
             os.utime(path)  # the order of use survives a restart
         return data
 
+    def has(self, name: str) -> bool:
+        return self._path(name).is_file()
+
     def write(self, name: str, data: bytes) -> None:
         path = self._path(name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        self._put(path, data)
-
-    def _put(self, path: Path, data: bytes) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}{TEMPORARY}")
-        try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb", buffering=0) as file:
-                view = memoryview(data)
-                while view:
-                    view = view[file.write(view) :]
-                os.fsync(descriptor)
-            os.rename(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_file(path, data)
 
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
     def _path(self, name: str) -> Path:
-        assert NAME.fullmatch(name), "names are made by `BlockLayout.names`"
+        if not NAME.fullmatch(name):  # may come from a session's file
+            raise QuireError("session_damaged", f"{name[:80]!r} is no name of a block.", "Save the session again.")
         return self.folder / name[:2] / name
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file that is visible once it is whole and on the disk, and readable by its owner alone."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}{TEMPORARY}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb", buffering=0) as file:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(descriptor)
+        os.rename(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -6,7 +6,7 @@ reused while a step in flight may read it. A preempted request's pages come firs
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
@@ -53,6 +53,7 @@ class HostTier:
         self._dropped: list[tuple[int, HostBlock]] = []  # pinned blocks that are no longer found
         self._outs: list[Copy] = []  # the next plan begins with them
         self._done: list[BlockTransfer] = []
+        self.favoured: Counter[BlockId] = Counter()  # of sessions: evicted last
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
@@ -105,12 +106,22 @@ class HostTier:
         """Return a unit with one reference, evicting a block if none is free; ABSENT if all are in use."""
         pool = self.pools[group]
         if not pool.num_free:
-            victim = next((key for key, held in self._blocks[group].items() if not held.pins), None)
+            victim = self._victim(group)
             if victim is None:
                 return ABSENT
             self._drop(BlockId(victim, group))
             self.stats.evictions += 1
         return pool.take()
+
+    def _victim(self, group: int) -> bytes | None:
+        """Return the key of the least recently used block that nothing reads; one of a session only if all are."""
+        blocks = self._blocks[group]
+        for _ in range(len(blocks) if self.favoured else 0):
+            key, held = next(iter(blocks.items()))
+            if not held.pins and BlockId(key, group) not in self.favoured:
+                return key
+            blocks.move_to_end(key)  # so that a later search begins behind it
+        return next((key for key, held in blocks.items() if not held.pins), None)
 
     def unit_of(self, block: BlockId) -> int:
         """Return the unit of a block; ABSENT if it is not in host memory."""

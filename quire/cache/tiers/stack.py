@@ -8,12 +8,13 @@ blocks are in host memory, if loading them is faster than computing them. Only t
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.cache.tiers.host import HostBlock, HostTier
 from quire.cache.tiers.seam import BlockId, BlockTransfer, TierFault
+from quire.cache.tiers.sessions import SessionFolder
 from quire.cache.tiers.stored import HostUnits, StoredTier
 from quire.cache.tree import ABSENT
 from quire.types import Request
@@ -42,14 +43,17 @@ class TierStack:
         stores: Sequence[StoredTier],
         memory: HostUnits,
         *,
+        sessions: SessionFolder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """`sessions`: where conversations are kept by name; None: none of the stores is a folder."""
+        self.sessions = sessions
         self.host = host
         self.stores = list(stores)
         self.memory = memory
         self.num_refused = 0  # loads that computing was expected to beat
         self._clock = clock
-        self._new: deque[tuple[BlockId, int]] = deque()  # blocks of the tree that no store has, and their device units
+        self._new: OrderedDict[BlockId, int] = OrderedDict()  # blocks that a store lacks, and their device units
         self._to_store: dict[BlockId, BlockId] = {}  # block on its way through host memory -> its links
         self._writing: dict[BlockId, tuple[HostBlock, int]] = {}  # the pinned block, and how many stores read it
         self._loading: dict[BlockId, list[Staging]] = {}
@@ -63,9 +67,21 @@ class TierStack:
         """Queue a block that has entered the tree, unless every store has it."""
         if not all(store.has(block) for store in self.stores):
             if len(self._new) >= MAX_QUEUED:
-                self._new.popleft()
+                self._new.popitem(last=False)
                 self.host.stats.drops += 1
-            self._new.append((block, unit))
+            self._new[block] = unit
+
+    def keep_again(self, block: BlockId, unit: int) -> None:
+        """Queue a block that was dropped on its way: from host memory, or from its device unit unless it is ABSENT."""
+        if self.host.has(block):
+            self._store_below(block)
+        elif unit != ABSENT:
+            self.keep(block, unit)
+
+    def is_moving(self, block: BlockId) -> bool:
+        """Whether a block is on its way to the stores."""
+        moving = block in self._new or block in self._to_store or block in self._writing
+        return moving or any(block == late for late, _ in self._arrived)
 
     @property
     def has_stores(self) -> bool:
@@ -75,7 +91,7 @@ class TierStack:
         """Start to copy queued blocks to host memory. `holds`: whether the tree still has a block in that unit."""
         left = STORE_BYTES
         while self._new and left > 0:
-            block, unit = self._new.popleft()
+            block, unit = self._new.popitem(last=False)
             if self.host.has(block):
                 self._store_below(block)
             elif holds(block, unit) and self.host.store(block, unit):
@@ -142,6 +158,11 @@ class TierStack:
             self._loading[block].append(staging)
         self._staged[request.id] = staging
         return True
+
+    def is_staging(self, request: Request) -> bool:
+        """Whether blocks that a request waits for are still being loaded."""
+        staging = self._staged.get(request.id)
+        return staging is not None and bool(staging.missing)
 
     def forget(self, request: Request) -> None:
         """Release what is kept for a request that was admitted or has ended. Loads under way go on."""

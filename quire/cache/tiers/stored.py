@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,6 +82,7 @@ class StoredTier:
         self._quota = quota
         self._lock = threading.Condition()
         self._sizes: OrderedDict[str, int] = OrderedDict()  # file -> bytes, least recently used first
+        self._favoured: Counter[str] = Counter()  # files of sessions
         self._jobs: deque[_Job] = deque()  # loads before stores
         self._num_stores = 0  # number of stores among the queued jobs
         self._storing: set[BlockId] = set()
@@ -184,6 +185,24 @@ class StoredTier:
         layout = self._layouts[group]
         count = self._page_tokens // LINK_TOKENS if layout.spec.kind == "paged" else 1
         return count * layout.block_bytes
+
+    def files_of(self, block: BlockId) -> tuple[list[str], int]:
+        """Return the names and the bytes of a block's files."""
+        names = self._names(block)
+        with self._lock:
+            return names, sum(self._sizes.get(name, 0) for name in names)
+
+    def favour(self, names: Iterable[str], by: int) -> None:
+        """Change how many sessions want these files kept: they are deleted last."""
+        with self._lock:
+            for name in names:
+                self._favoured[name] += by
+                if self._favoured[name] <= 0:
+                    del self._favoured[name]
+
+    def rescan(self) -> None:
+        """Find files that others have put into the store. Reads its whole list."""
+        self._scan()
 
     def take_faults(self) -> list[TierFault]:
         """Return the kinds of failures that came for the first time since the last call."""
@@ -315,8 +334,13 @@ class StoredTier:
         with self._lock:
             if self._quota is None or self.stats.num_bytes <= self._quota:
                 return
+            spared = len(self._sizes) if self._favoured else 0  # files that may be passed over
             while self._sizes and self.stats.num_bytes > self._quota * LOW_WATERMARK:
                 name, size = self._sizes.popitem(last=False)
+                if name in self._favoured and spared > 0:
+                    self._sizes[name] = size
+                    spared -= 1
+                    continue
                 self.stats.num_bytes -= size
                 self.stats.evictions += 1
                 victims.append(name)

@@ -15,8 +15,9 @@ from typing import Protocol
 from quire.cache.tiers.seam import TierFault
 from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.host.wire import MAX_TEXT, IntegrityCheck, IntegrityReport
-from quire.engine.loop import Engine, StepFault
+from quire.engine.loop import SESSION_WAIT_SECONDS, Engine, StepFault
 from quire.types import Delta, FinishReason, QuireError, Request, Usage, is_out_of_memory
+from quire.types.sessions import SessionCommand, SessionReply
 
 TRANSFER_SECONDS = 0.25  # maximum wait for a transfer between cache tiers, after which deadlines are looked at
 GRAMMAR_WAIT_SECONDS = 0.02  # maximum wait for a grammar, during which messages are not received
@@ -37,8 +38,8 @@ class Wake:
     """A transfer between cache tiers has ended."""
 
 
-Message = Request | Cancel | Stop | Wake | IntegrityCheck
-Report = StepFault | IntegrityReport | TierFault
+Message = Request | Cancel | Stop | Wake | IntegrityCheck | SessionCommand
+Report = StepFault | IntegrityReport | TierFault | SessionReply
 
 
 class Mailbox(Protocol):
@@ -86,6 +87,8 @@ class EngineDriver:
                 self._admit_compiled()
                 for tier_fault in self._engine.scheduler.cache.take_faults():
                     self._mailbox.report(tier_fault)
+                for reply in self._engine.sessions.poll():
+                    self._mailbox.report(reply)
                 if self._engine.has_work:
                     self._engine.turn(self._send)
                     for fault in self._engine.take_faults():
@@ -114,9 +117,10 @@ class EngineDriver:
 
     def _accept(self) -> bool:
         """Handle the messages that have arrived, waiting only if there is no work left. False: stop."""
-        if self._engine.awaits_transfers and not self._num_compiling:
-            self._mailbox.wait(TRANSFER_SECONDS)
+        if (self._engine.awaits_transfers or self._engine.awaits_session) and not self._num_compiling:
+            self._mailbox.wait(SESSION_WAIT_SECONDS if self._engine.awaits_session else TRANSFER_SECONDS)
         has_something = self._engine.has_work or self._num_compiling or self._engine.has_warm_ups
+        has_something = has_something or self._engine.awaits_session
         for message in self._mailbox.receive(block=not has_something):
             if isinstance(message, Stop):
                 return False
@@ -124,6 +128,8 @@ class EngineDriver:
                 self._cancel(message.request_id)
             elif isinstance(message, Wake):
                 continue
+            elif isinstance(message, SessionCommand):
+                self._engine.sessions.start(message)
             elif isinstance(message, IntegrityCheck):
                 self._mailbox.report(check_engine(self._engine, message.number))
             else:

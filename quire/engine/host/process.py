@@ -28,6 +28,7 @@ from quire.engine.host.frames import MAX_FRAME, FrameReader, FrameWriter
 from quire.engine.loop import Engine, StepFault
 from quire.engine.trace import FileTracer
 from quire.types import Delta, QuireError
+from quire.types.sessions import SessionCommand
 
 BEAT_SECONDS = 0.25  # minimum interval of beats while steps run
 IDLE_SECONDS = 1.0  # maximum interval while idle; stall_timeout and hang_timeout must be longer
@@ -211,7 +212,7 @@ class SocketMailbox:
             return [Cancel(name) for name in message.ids]
         if isinstance(message, wire.StopEngine):
             return [Stop()]
-        if isinstance(message, wire.IntegrityCheck):
+        if isinstance(message, wire.IntegrityCheck | SessionCommand):
             return [message]
         raise QuireError("bad_message", "The engine received a second start message.")
 

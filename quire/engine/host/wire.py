@@ -17,6 +17,7 @@ from quire.engine.host.frames import decode_payload, encode_payload
 from quire.engine.limits import KEPT_STEPS, SpeculationStats, StepShape
 from quire.types import Delta, GrammarSpec, QuireError, Request, SamplingParams
 from quire.types.bounds import MAX_ERROR, MAX_VALUES, RequestId, TokenIds
+from quire.types.sessions import SessionCommand, SessionReply
 
 MARK = b"Qr"
 MAX_BATCH = MAX_VALUES
@@ -79,7 +80,7 @@ class IntegrityCheck(msgspec.Struct, tag="check", array_like=True, frozen=True):
     number: int
 
 
-ToEngine = Start | Submit | CancelMany | StopEngine | IntegrityCheck
+ToEngine = Start | Submit | CancelMany | StopEngine | IntegrityCheck | SessionCommand
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From the engine
@@ -191,7 +192,7 @@ class IntegrityReport(msgspec.Struct, tag="checked", array_like=True, frozen=Tru
     num_leaked: int  # units that neither a request nor the prefix tree holds
 
 
-FromEngine = EngineReady | Failed | Deltas | Beat | Fault | IntegrityReport
+FromEngine = EngineReady | Failed | Deltas | Beat | Fault | IntegrityReport | SessionReply
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bytes

@@ -82,7 +82,7 @@ def _check_depth(value: Any) -> None:
 
 def validate_body(path: str, value: Any) -> None:
     """Raise the validation error of a decoded body against its route's model. Paths without a model pass."""
-    model = body_models().get(path)
+    model = _model_of(path)
     if model is None:
         return
     try:
@@ -105,6 +105,7 @@ def body_models() -> dict[str, type[BaseModel]]:
     from quire.server.openai.embeddings import EmbeddingsBody
     from quire.server.openai.response_schemas import ResponsesBody
     from quire.server.openai.schemas import ChatBody, CompletionBody
+    from quire.server.session_routes import SaveBody
     from quire.server.text_routes import DetokenizeBody, TokenizeBody
 
     return {
@@ -119,7 +120,14 @@ def body_models() -> dict[str, type[BaseModel]]:
         "/render": ChatBody,
         "/v1/chat/render": ChatBody,
         "/infill": InfillBody,
+        "/v1/sessions/{session_id}/save": SaveBody,
     }
+
+
+def _model_of(path: str) -> type[BaseModel] | None:
+    """The body model of a request's path, whose parameters may have any value."""
+    models = body_models()
+    return models.get(path) or models.get(re.sub(r"(?<=^/v1/sessions/)[^/]+", "{session_id}", path))
 
 
 def body_route(held: HeldBodies, check_large: CheckLarge, *, lenient: bool = False) -> type[APIRoute]:
@@ -189,7 +197,7 @@ def _packed_ids(value: Any) -> Any:
 
 def _read_packed(path: str, packed: bytes) -> Any:
     value = msgspec.msgpack.decode(packed, ext_hook=_unpack_ids)
-    model = body_models().get(path)
+    model = _model_of(path)
     return value if model is None else model.model_validate(value)
 
 

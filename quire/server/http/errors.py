@@ -21,6 +21,11 @@ Dialect = Literal["openai", "anthropic"]
 STATUS_BY_CODE = {
     "model_not_found": 404,
     "not_found": 404,
+    "session_not_found": 404,
+    "session_damaged": 409,
+    "session_of_other_model": 409,
+    "nothing_cached": 409,
+    "no_cache_folder": 409,
     "queue_full": 429,
     "rate_limited": 429,
     "deadline_exceeded": 504,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -177,11 +178,20 @@ def typical_step(num_decodes: int, prompt: int = 0) -> tuple[Plan, StepOutput]:
 
 
 @pytest.mark.parametrize(
-    ("num_decodes", "prompt", "plan_limit", "output_limit"),
-    [(1, 0, 100, 40), (16, 0, 850, 150), (256, 0, 14_000, 1_850), (0, 2048, 9_700, 40)],
+    ("num_decodes", "prompt", "plan_limit", "output_limit", "told"),
+    [
+        (1, 0, 100, 40, "1 decode row"),
+        (16, 0, 850, 150, "16 decode rows"),
+        (256, 0, 14_000, 1_850, "256 decode rows"),
+        (0, 2048, 9_700, 40, "a new prompt of 2,048 tokens"),
+    ],
 )
-def test_a_step_is_small(num_decodes: int, prompt: int, plan_limit: int, output_limit: int) -> None:
+def test_a_step_is_small(num_decodes: int, prompt: int, plan_limit: int, output_limit: int, told: str) -> None:
     plan, output = typical_step(num_decodes, prompt)
-    plan_len, output_len = len(StepWriter().write(plan)), len(StepWriter().write(output))
-    print(f"{num_decodes} decode rows, {prompt} prompt tokens: plan {plan_len:,} bytes, output {output_len:,} bytes")
-    assert plan_len <= plan_limit and output_len <= output_limit
+    lengths = len(StepWriter().write(plan)), len(StepWriter().write(output))
+    print(f"| {told} | {lengths[0]:,} | {lengths[1]:,} |")
+    assert lengths[0] <= plan_limit and lengths[1] <= output_limit
+    page = (Path(__file__).parents[2] / "docs/engine.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| {told} |"))
+    for length, cell in zip(lengths, row.split("|")[2:4], strict=True):
+        assert abs(length - int(cell.replace(",", ""))) <= 12 + length // 10, f"docs/engine.md has {row}"

@@ -22,6 +22,7 @@ from quire.server.http.encoding import to_json
 from quire.server.http.errors import ApiError, dialect_of, error_response, from_quire_error, from_validation
 from quire.server.http.gate import Gate, route_label
 from quire.server.infill_routes import infill_router
+from quire.server.ollama.routes import ollama_router
 from quire.server.openai.embeddings import embeddings_router
 from quire.server.openai.response_routes import responses_router
 from quire.server.openai.routes import openai_router
@@ -47,6 +48,7 @@ def create_app(server: Server, version: str) -> ASGIApp:
         responses_router(server),
         embeddings_router(server),
         infill_router(server),
+        ollama_router(server),
         anthropic_router(server),
         text_router(server),
         sessions_router(server),

@@ -239,6 +239,10 @@ class HttpBodies(Fuzzed):
             ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
             ("/render", {"messages": [message]}),
             ("/detokenize", {"tokens": [1, 2]}),
+            ("/api/chat", {"model": "tiny", "messages": [message], "tools": [tool], "options": {"num_predict": 3}}),
+            ("/api/generate", {"model": "tiny", "prompt": "a", "stream": False, "format": "json"}),
+            ("/api/embed", {"model": "tiny", "input": ["a"]}),
+            ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
         ]  # fmt: skip
 
     def make(self, rng: random.Random) -> bytes:

@@ -102,6 +102,7 @@ def body_models() -> dict[str, type[BaseModel]]:
     """The body model of every route that takes a body."""
     from quire.server.anthropic.schemas import CountBody, MessagesBody
     from quire.server.infill_routes import InfillBody
+    from quire.server.ollama.schemas import EmbedBody, GenerateBody, OllamaChatBody, ShowBody
     from quire.server.openai.embeddings import EmbeddingsBody
     from quire.server.openai.response_schemas import ResponsesBody
     from quire.server.openai.schemas import ChatBody, CompletionBody
@@ -121,6 +122,10 @@ def body_models() -> dict[str, type[BaseModel]]:
         "/v1/chat/render": ChatBody,
         "/infill": InfillBody,
         "/v1/sessions/{session_id}/save": SaveBody,
+        "/api/chat": OllamaChatBody,
+        "/api/generate": GenerateBody,
+        "/api/embed": EmbedBody,
+        "/api/show": ShowBody,
     }
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from quire.server.http.encoding import to_json
 from quire.types import PromptTooLong, QuireError
 
-Dialect = Literal["openai", "anthropic"]
+Dialect = Literal["openai", "anthropic", "ollama"]
 
 STATUS_BY_CODE = {
     "model_not_found": 404,
@@ -65,6 +65,11 @@ INTERNAL_CODES = frozenset(
     }
 )
 INTERNAL_MESSAGE = "The engine failed on this request. Other requests were not affected; the server's log says why."
+OLLAMA_NAMES = {
+    "max_tokens": "num_predict",
+    "repetition_penalty": "repeat_penalty",
+    "response_format": "format",
+}
 # A route's names for parameters that have another name here. `param` in replies is the client's name.
 CLIENT_NAMES = {
     "/v1/chat/completions": {"prompt": "messages", "logprobs": "top_logprobs"},
@@ -74,6 +79,9 @@ CLIENT_NAMES = {
     "/v1/embeddings": {"prompt": "input"},
     "/render": {"prompt": "messages"},
     "/v1/chat/render": {"prompt": "messages"},
+    "/api/chat": {"prompt": "messages", **OLLAMA_NAMES},
+    "/api/generate": OLLAMA_NAMES,
+    "/api/embed": {"prompt": "input"},
     "/infill": {"prompt": "input_prefix", "max_tokens": "n_predict", "logprobs": "n_probs"},
 }
 # Routes that generate nothing, so the context does not bound them.
@@ -141,7 +149,7 @@ def _context_exceeded(error: PromptTooLong, route: str) -> ApiError:
         return bad_request(CONTEXT_CODE, f"prompt is too long: {shown} tokens > {error.limit} maximum", param)
     if route in COUNTING_ROUTES:
         return bad_request("text_too_long", f"The text has {shown} tokens, {route} takes {error.limit} at most.", param)
-    if route == "/v1/embeddings":  # the client requests no output, so none is counted
+    if route in ("/v1/embeddings", "/api/embed"):  # the client requests no output, so none is counted
         size, asked, cure = error.limit, f"your {param} resulted in {shown} tokens", param
     else:
         total = shown.replace(str(error.count), str(error.count + error.num_output))
@@ -160,10 +168,14 @@ def in_client_words(error: QuireError, names: Mapping[str, str]) -> QuireError:
 
 
 def dialect_of(path: str) -> Dialect:
+    if path.startswith("/api/"):
+        return "ollama"
     return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
 
 
 def error_body(dialect: Dialect, error: ApiError, request_id: str = "") -> dict[str, Any]:
+    if dialect == "ollama":
+        return {"error": error.message, "param": error.param, "code": error.code}
     if dialect == "anthropic":
         kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         inner = {"type": kind, "message": error.message, "param": error.param, "code": error.code}

@@ -189,7 +189,7 @@ class _GatedRequest:
             scope["state"]["caller"] = tenant_of(key or "")
             if not server.config.server.share_prefixes:
                 scope["state"]["tenant"] = scope["state"]["caller"]
-        if server.draining and path.startswith("/v1/"):
+        if server.draining and path.startswith(("/v1/", "/api/", "/infill")):
             headers = {"retry-after": "5", "connection": "close"}
             raise ApiError(503, "shutting_down", "The server is shutting down.", headers=headers)
         if server.rates.active and self._scope["method"] == "POST":

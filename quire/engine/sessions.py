@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from quire.cache.index import CacheIndex
 from quire.cache.prefixes import PrefixLoad, PrefixPin, PrefixStore, probe, ready_tokens, stored_prefix
-from quire.cache.tiers.sessions import StoredSession, SessionFolder
+from quire.cache.tiers.sessions import SessionFolder, StoredSession
 from quire.types import QuireError
 from quire.types.sessions import (
     MAX_SECONDS,

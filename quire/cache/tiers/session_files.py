@@ -19,7 +19,7 @@ import msgspec
 
 from quire.cache.tiers.blocks import MAX_HEADER, MAX_PART, CorruptBlock, name_of
 from quire.cache.tiers.folder import FolderStore
-from quire.cache.tiers.sessions import MAX_BYTES, StoredSession, SessionFolder, decode_session, encode_session
+from quire.cache.tiers.sessions import MAX_BYTES, SessionFolder, StoredSession, decode_session, encode_session
 from quire.types import QuireError
 from quire.types.sessions import SessionInfo, check_session_id, no_such_session
 

@@ -30,9 +30,20 @@ def parse_json(text: str, at: int = 0, *, may_lack_end: bool = True) -> tuple[An
     return value, parser.at
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of these pairs. A key that is there twice has no certain value, so it is refused."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise MalformedCall(f"the key {key!r} is there twice")
+        found[key] = value
+    return found
+
+
 class _LenientParser:
     def __init__(self, text: str, may_lack_end: bool) -> None:
         self._text, self._may_lack_end = text, may_lack_end
+        self._num_missing = 0  # brackets at the end
         self.at = 0
 
     def space(self, at: int) -> int:
@@ -96,12 +107,15 @@ class _LenientParser:
         raise MalformedCall(f"a comma or {end} is missing at {self._near(at)}")
 
     def _closes(self, at: int, end: str) -> bool:
+        """Whether the object or list ends here. One bracket may be missing at the end of the text, behind a closed
+        object; where more is missing, arguments may be missing too."""
         if self._text[at : at + 1] == end:
             self.at = at + 1
             return True
         if at >= len(self._text):
-            if not self._may_lack_end:
-                raise MalformedCall(f"{end} is missing at the end")
+            self._num_missing += 1
+            if not self._may_lack_end or self._num_missing > 1 or not self._text.rstrip().endswith("}"):
+                raise MalformedCall(f"the text ends before {end}")
             self.at = at
             return True
         return False

@@ -7,7 +7,6 @@ Python calls; the first form that its beginning shows decides.
 from __future__ import annotations
 
 import ast
-import html
 import re
 from typing import Any, NamedTuple
 
@@ -19,7 +18,10 @@ _PAIRS = (
     (r"<\s*(?:[a-z]+:)?(?:tool|function)_?-?calls?\s*>", r"<\s*/\s*(?:[a-z]+:)?(?:tool|function)_?-?calls?\s*>"),
     (r"<\s*tool_use\s*>", r"<\s*/\s*tool_use\s*>"),
     (r"<\s*tools\s*>", r"<\s*/\s*tools\s*>"),
-    (r"<\|?tool_calls?(?:_section)?(?:_start|_begin)?\|?>", r"<\|?/?tool_calls?(?:_section)?(?:_end)?\|?>"),
+    (
+        r"<\|?tool_calls?(?:_section)?(?:_start|_begin)?\|?>",
+        r"<\|?/tool_calls?(?:_section)?\|?>|<\|?tool_calls?(?:_section)?_end\|?>|<tool_calls?\|>",
+    ),
     (r"<\|START_ACTION\|>", r"<\|END_ACTION\|>"),
     (r"<\|tools_prefix\|>", r"<\|tools_suffix\|>"),
     (r"<start_function_call>", r"<end_function_call>"),
@@ -46,7 +48,7 @@ _PARAMETER = re.compile(
 )
 _ARG_KEY = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _NAME_THEN = re.compile(
-    r"\s*(?:to=|call:|function\s*)?(?:<[|｜]tool▁sep[|｜]>)?\s*([A-Za-z_][\w.\-]*(?::\d+)?)\s*"
+    r"\s*(?:to=|call:|function(?![\w.])\s*)?(?:<[|｜]tool▁sep[|｜]>)?\s*([A-Za-z_][\w.\-]*(?::\d+)?)\s*"
     r"(?:<[|｜]tool▁sep[|｜]>|\[ARGS\]|\[CALL_ID\]\w+\[ARGS\]|<\|tool_call_argument_begin\|>|"
     r"(?:<\|constrain\|>\s*\w+|\s+\w+)?\s*<\|message\|>|:)?\s*(?:```(?:json)?\s*)?(?=[{\[])"
 )
@@ -137,26 +139,52 @@ def _unmarked(text: str, schemas: Schemas) -> FoundCalls | None:
         raise MalformedCall("the call stands in a code block with text around it; write the call alone")
     if fence is not None:
         body = fence["body"].strip()
-    if not _could_be_call(body, schemas):
-        return None
-    return FoundCalls(read_payload(body, schemas), "")
+    if _could_be_call(body, schemas):
+        return FoundCalls(read_payload(body, schemas), "")
+    if not fences and _has_call_in_text(body, schemas):
+        raise MalformedCall("the call has text around it; write the call alone")
+    return None
+
+
+def _names(schemas: Schemas) -> str:
+    """A pattern of the tools' names, also with hyphens."""
+    names = sorted(schemas, key=len, reverse=True)
+    return "|".join(re.sub(r"[-_]", "[-_]", re.escape(name).replace("\\-", "-")) for name in names) or "(?!x)x"
+
+
+_PREFIX = r"(?:functions\.|default_api\.|tools\.)?"
+_QUOTE = r"[\"'“”‘’`\\]*"
+_NAME_KEY = rf"{_QUOTE}(?:name|tool|tool_name|function|function_name|action|recipient_name){_QUOTE}\s*[:=]\s*{_QUOTE}"
+_ARGUMENTS_KEY = rf"{_QUOTE}(?:arguments|parameters|args|tool_input|action_input){_QUOTE}\s*[:=]\s*[\"'{{]"
+
+_CALLS_KEY = r"[\"']tool_calls[\"']\s*:\s*\[\s*\{"
 
 
 def _could_be_call(body: str, schemas: Schemas) -> bool:
-    """Whether a text without markers is meant as a call: it begins like one and names a tool where a name stands."""
-    body = body.strip()
-    names = "|".join(re.escape(name) for name in sorted(schemas, key=len, reverse=True)) or "(?!x)x"
-    prefix = r"(?:functions\.|default_api\.|tools\.)?"
+    """Whether a text without markers is meant as a call: it begins like one and names a tool where a name stands, or
+    has both a name and arguments."""
+    body, names = body.strip(), _names(schemas)
     if body.startswith(("{", "[{", "[ {", "[\n")):
-        quote = r"[\"'“”‘’`\\]*"
-        keys = "name|tool|tool_name|function|function_name|action|recipient_name"
-        key = rf"{quote}(?:{keys}){quote}\s*[:=]\s*{quote}{prefix}"
-        return re.search(key + rf"(?:{names})\b", body, re.IGNORECASE) is not None or bool(
-            re.match(rf"\{{\s*[\"'](?:{names})[\"']\s*:\s*\{{", body, re.IGNORECASE)
-        )
-    if re.match(rf"\[?\s*(?:print\()?{prefix}(?:{names})\s*\(", body):
-        return body.rstrip().endswith((")", "]"))
-    return re.match(rf"{prefix}(?:{names})\s*(?:\n\s*|:\s*|\s)?(?:```json\s*)?\{{", body) is not None
+        if re.search(rf"{_NAME_KEY}{_PREFIX}(?:{names})\b", body, re.IGNORECASE):
+            return True
+        if re.match(rf"\[?\s*\{{\s*(?:{_NAME_KEY}[\w.\-]+{_QUOTE}\s*,\s*{_ARGUMENTS_KEY}|{_CALLS_KEY})", body):
+            return True  # of an unknown tool
+        return re.match(rf"\{{\s*[\"'](?:{names})[\"']\s*:\s*\{{", body, re.IGNORECASE) is not None
+    if re.match(rf"\[\s*{_PREFIX}(?:(?:{names})\s*\(|[\w.\-]+\(\w+=)", body, re.IGNORECASE):
+        return True
+    if re.match(rf"(?:print\()?{_PREFIX}(?:{names})\s*\(", body):
+        return body.rstrip().endswith(")")
+    return re.match(rf"{_PREFIX}(?:{names})\s*(?:\n\s*\"?|:\s*|\s)?(?:```json\s*)?\{{", body, re.IGNORECASE) is not None
+
+
+def _has_call_in_text(body: str, schemas: Schemas) -> bool:
+    """Whether a line behind other text begins a call of a known tool."""
+    names = _names(schemas)
+    as_json = rf"^\s*\[?\s*\{{\s*{_NAME_KEY}{_PREFIX}(?:{names})\b{_QUOTE}\s*,\s*{_ARGUMENTS_KEY}"
+    as_python = rf"^\s*\[\s*{_PREFIX}(?:{names})\(\w+="
+    as_name = rf"^{_PREFIX}(?:{names})\s*\n\s*\{{\s*\""
+    pattern = rf"{as_json}|{as_python}|{as_name}|^\s*\{{\s*{_CALLS_KEY}"
+    return re.search(pattern, body, re.MULTILINE) is not None
 
 
 def _read_values(text: str, schemas: Schemas) -> list[NamedCall]:
@@ -195,7 +223,9 @@ def _read_function_tags(text: str, schemas: Schemas) -> list[NamedCall]:
     for index, tag in enumerate(found):
         stop = found[index + 1].start() if index + 1 < len(found) else len(text)
         end = _FUNCTION_END.search(text, tag.end(), stop)
-        body = text[tag.end() : end.start() if end else stop]
+        if end is None:
+            raise MalformedCall("the call ends before the end of its function")  # parameters may be missing
+        body = text[tag.end() : end.start()]
         calls.append(_named(tag[1] or tag[2], _parameters(body), schemas))
     return calls
 
@@ -218,9 +248,8 @@ def _parameters(body: str) -> dict[str, Any]:
 
 
 def _value_of_tag(value: str) -> str:
-    """The text of a tag without the line breaks that formats put around it."""
-    value = value.removeprefix("\n").removesuffix("\n")
-    return html.unescape(value) if re.search(r"&(?:lt|gt|amp|quot|apos|#\d+);", value) and "<" not in value else value
+    """The text of a tag without the pair of line breaks that some formats put around it."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] == "\n" else value
 
 
 def _read_arg_keys(text: str, schemas: Schemas) -> list[NamedCall]:
@@ -231,7 +260,7 @@ def _read_arg_keys(text: str, schemas: Schemas) -> list[NamedCall]:
     for key, value in _ARG_KEY.findall(text):
         if key.strip() in found:
             raise MalformedCall(f"the argument {key.strip()!r} is there twice")
-        found[key.strip()] = _value_of_tag(value)
+        found[key.strip()] = value
     return [_named(name, found, schemas)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from quire.agent.engines.seam import ModelAnswer, ModelCall
 from quire.agent.repair.arguments import fit_arguments
 from quire.agent.repair.call_shapes import NamedCall, Schemas, known_name, object_of, unknown_tool
-from quire.agent.repair.lenient_json import MalformedCall
+from quire.agent.repair.lenient_json import MalformedCall, unique_keys
 from quire.agent.repair.payloads import find_calls
 
 MAX_CALLS = 32  # maximum number of calls in one answer
@@ -71,7 +71,7 @@ def _from_engine(call: ModelCall, schemas: Schemas, reading: CallReading) -> Rea
     if not call.is_complete:
         raise MalformedCall("the answer ended inside the call; make it shorter")
     try:
-        arguments = json.loads(call.arguments or "{}")
+        arguments = json.loads(call.arguments or "{}", object_pairs_hook=unique_keys)
         if not isinstance(arguments, dict):
             arguments = object_of(arguments)
             reading.was_repaired = True

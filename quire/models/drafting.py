@@ -7,7 +7,7 @@ nothing in its cache can change a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -62,3 +62,15 @@ class DraftModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
+
+
+def check_taps(model: Model, layers: Sequence[int], name: str) -> None:
+    """Raises unless the model gives the hidden states of these layers. `name`: of what asks for them."""
+    count = model.num_tapped_layers()
+    if not count:
+        what = f"{name} reads hidden states of layers, which this kind of model does not give."
+        raise QuireError("unsupported_draft", what, "Choose other proposers.", "speculate")
+    wrong = next((layer for layer in layers if not 0 <= layer < count), None)
+    if wrong is not None:
+        what = f"{name} reads the hidden states of layer {wrong}, the model has the layers 0 to {count - 1}."
+        raise QuireError("unsupported_draft", what, "Use one that was made for this model.", "speculate")

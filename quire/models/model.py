@@ -49,6 +49,10 @@ class Model(Protocol):
         """Whether only decode steps are captured and warmed up; others would delay requests for seconds."""
         return False
 
+    def num_tapped_layers(self) -> int:
+        """Returns how many layers `Step.taps` may name the hidden states of; 0: the model gives none."""
+        return 0
+
     def head_form(self) -> HeadForm | None:
         """Returns how the family publishes a head for multi-token prediction; None: it does not. A checkpoint need not
         have the head."""

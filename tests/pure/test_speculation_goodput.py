@@ -226,6 +226,29 @@ def test_many_rows_are_looked_at_in_turn() -> None:
     assert len(rows) <= guesses.num_calls <= 3 * len(rows)
 
 
+def test_fewer_guesses_are_verified_where_a_wrong_one_makes_the_row_replay() -> None:
+    """With recurrent state a rejected draft makes the next step compute the accepted tokens again."""
+    verified = []
+    for replays in (False, True):
+        guesses = Guesses(random.Random(SEED), right=0.8, claimed=0.8)
+        drafter = GoodputDrafter([guesses], replays=replays)
+        run(drafter, [request()], lambda n: 1.0 + 0.15 * (n - 1), 1500)
+        counts = drafter.stats().by_name("guesses")
+        verified.append(sum(counts.verified) / counts.verified[0])  # guesses per draft
+    assert verified[1] < verified[0] - 0.5, f"{verified}, seed {SEED}"
+
+
+def test_what_a_row_replays_counts_as_tokens_of_the_step() -> None:
+    drafter, _ = drafter_of(0.8, claimed=0.8)
+    drafter._replays = True
+    ask = request()
+    ask.num_replayed = 5
+    assert drafter._tokens_of(ask, 0, 1.0, 0.8) == pytest.approx(1 + 6 * 0.2)
+    assert drafter._tokens_of(ask, 2, 0.64, 0.5) == pytest.approx(1 + 8 * 0.14)
+    drafter._replays = False
+    assert drafter._tokens_of(ask, 2, 0.64, 0.5) == 1.0
+
+
 def test_without_budget_no_audit_is_made() -> None:
     audits = AuditBudget()
     audits.observe(100.0)

@@ -185,6 +185,9 @@ class DeepSeekModel(nn.Module, Model):
             tied=config.tied,
         )
 
+    def num_tapped_layers(self) -> int:
+        return len(self.layers)
+
     def ignored_prefixes(self) -> tuple[str, ...]:
         return self._ignored_prefixes
 
@@ -199,8 +202,12 @@ class DeepSeekModel(nn.Module, Model):
         plan = plan_attention(step, self.specs[0], caches["latent"], self.ops)
         angles = self.rope.angles(step.positions)
         stream = self.embedding(step.tokens)
-        for layer in self.layers[:-1]:
+        for index, layer in enumerate(self.layers[:-1]):
+            if step.taps is not None:
+                step.taps.keep(index, stream)
             stream = layer(stream, angles, plan)
+        if step.taps is not None:
+            step.taps.keep(len(self.layers) - 1, stream)
         last = plan_sampled_attention(plan, step, self.specs[0], caches["latent"], self.ops)
         stream = self.layers[-1](stream, angles, last)
         return self.norm(stream) if len(stream) else stream

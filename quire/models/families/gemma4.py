@@ -332,6 +332,9 @@ class Gemma4Model(nn.Module, Model):
         sizes = {layer.kind: layer.head_dim for layer in config.layers}
         self.ropes = {kind: Rope(rope, sizes[kind], build) for kind, rope in config.ropes.items()}
 
+    def num_tapped_layers(self) -> int:
+        return len(self.layers)
+
     def ignored_prefixes(self) -> tuple[str, ...]:
         return self._ignored_prefixes
 
@@ -349,6 +352,8 @@ class Gemma4Model(nn.Module, Model):
         stream = self.embedding(step.tokens)
         inputs = None if self.inputs is None else self.inputs(step.tokens, stream)
         for index, (layer, layer_config) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+            if step.taps is not None:
+                step.taps.keep(index, stream)
             given = None if inputs is None else inputs[index]
             stream = layer(
                 stream, given, angles[layer_config.kind], tables[layer_config.kind], plans[layer_config.kind]

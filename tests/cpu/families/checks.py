@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,8 @@ from quire.cache.tree import ABSENT
 from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
+from quire.engine.speculation.build import make_drafter
+from quire.engine.step_costs import StepCosts
 from quire.layers import experts
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear
@@ -267,6 +270,30 @@ def check_speculation(case: Case) -> None:
         assert drafter.num_partial >= 3 and drafter.num_accepted > 30 and not drafter.open
 
 
+def check_proposers(case: Case) -> None:
+    """Drafts of each proposer of the host, greedy and seeded, at depth 1 and on a late device at depth 2."""
+    greedy = replace(GREEDY, max_tokens=32)
+    params = [replace(greedy, temperature=0.8 * (i % 2), top_p=0.95, seed=i) for i in range(len(case.prompts))]
+    prompts = [prompt * 3 if len(prompt) < 10 else prompt for prompt in case.prompts]
+    expected = run(case.engine(), prompts, params)
+    predicted = [
+        replace(each, prediction_ids=tuple(3 if place % 10 == 9 else token for place, token in enumerate(tokens)))
+        for each, tokens in zip(params, expected, strict=True)
+    ]
+    num_verified = 0
+    with patch.object(StepCosts, "seconds", lambda self, num_tokens, num_keys: 1 + 0.01 * num_tokens):
+        for place, name in enumerate(("suffix", "prediction", "prompt", "ngram")):
+            drafter = make_drafter(name, replays=any(spec.kind == "state" for spec in case.model.specs))
+            assert drafter is not None
+            engine = case.engine(chunk_tokens=CHUNK, drafter=drafter, depth=1 + place % 2, late=place % 2 == 1)
+            each = predicted if name == "prediction" else params
+            assert run(engine, prompts, each) == expected, name
+            counts = drafter.stats().by_name(name)
+            num_verified += sum(counts.verified)
+            assert sum(counts.accepted) > 20 or name != "prediction"
+    assert num_verified > 50
+
+
 CHECKS: dict[str, Callable[[Case], None]] = {
     "logits": check_logits,
     "chunks": check_chunks,
@@ -278,6 +305,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "depth 2, swap": check_overlap_swap,
     "depth 2, recompute": check_overlap_recompute,
     "speculation": check_speculation,
+    "proposers": check_proposers,
     "memory": check_memory,
     "float16": check_float16,
     "fp8": check_fp8,

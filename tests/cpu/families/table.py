@@ -22,7 +22,7 @@ COLUMNS = {  # what a reader asks for -> the checks that prove it
     "prefix reuse": ("warm prefix", "host memory"),
     "preemption": ("swap", "recompute", "depth 2, swap", "depth 2, recompute"),
     "overlap": ("depth 2",),
-    "speculation": ("speculation",),
+    "speculation": ("speculation", "proposers"),
     "memory plan": ("memory",),
     "float16 weights": ("float16",),
     "FP8 weights": ("fp8",),

@@ -169,7 +169,7 @@ class DenseModel(nn.Module, Model):
         """Computes the step's tokens and writes their keys and values to `caches`, one tensor per group: [layers, 2,
         pages, page_tokens, kv_heads, head_dim]. Returns the selected normed hidden states, [n, width].
         """
-        if self.stack is not None:
+        if self.stack is not None and step.taps is None:
             vectors = self.embedding(step.tokens) if self.communicator.size > 1 else None
             return run_stack(self.stack, step, self.specs, caches, vectors)
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
@@ -179,12 +179,19 @@ class DenseModel(nn.Module, Model):
         angles = [rope.angles(step.positions) for rope in self.ropes]
         stream = self.embedding(step.tokens)
         *groups, last = self.layer_groups
-        for layer, group, rope in zip(self.layers, groups, self.layer_ropes, strict=False):
+        for index, (layer, group, rope) in enumerate(zip(self.layers, groups, self.layer_ropes, strict=False)):
+            if step.taps is not None:
+                step.taps.keep(index, stream)
             stream = layer(stream, angles[rope], plans[group])
+        if step.taps is not None:
+            step.taps.keep(len(groups), stream)
         spec = next(spec for spec in self.specs if spec.group == last)
         plan = plan_sampled_attention(plans[last], step, spec, caches[last], self.ops)
         stream = self.layers[-1](stream, angles[self.layer_ropes[-1]], plan)
         return self.norm(stream) if len(stream) else stream
+
+    def num_tapped_layers(self) -> int:
+        return len(self.layers)
 
     def head_form(self) -> HeadForm | None:
         config = self.config

@@ -46,11 +46,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     udp.bind(("127.0.0.1", 0))
     hidden, service = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
     hidden.bind(f"\0{abstract}")
+    before = os.getcwd()
     os.chdir(home)
     try:
         service.bind("service.sock")  # a long path is no address
     finally:
-        os.chdir(project)
+        os.chdir(before)
     for one in (hidden, service):
         one.listen()
 

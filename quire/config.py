@@ -26,8 +26,8 @@ def knob(
 ) -> Any:
     """Returns a field with its help text and bounds. The default None means that the machine decides at start.
 
-    `unit="bytes"` allows sizes such as 2GiB; "path" only affects the help. A secret is masked wherever settings are
-    shown.
+    `unit="bytes"` allows sizes such as 2GiB; "list" joins the values of a repeated flag; "path" only affects the help.
+    A secret is masked wherever settings are shown.
     """
     metadata = {"help": help, "choices": choices, "low": low, "high": high, "unit": unit, "secret": secret}
     return field(default=default, repr=not secret, metadata=metadata)
@@ -58,6 +58,20 @@ class ModelConfig:
         None, "pooling of embeddings, overriding the rule in the model's files", choices=("mean", "last")
     )
     random_weights: bool = knob(False, "random weights from config.json alone, for speed measurements")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """LoRA adapters, which requests choose by name."""
+
+    adapter: str | None = knob(
+        None, "LoRA adapter to load at start, as name=path; may be repeated, or name several by commas", unit="list"
+    )
+    adapter_slots: int = knob(8, "adapters on the device at once; others wait in host memory", low=0, high=1024)
+    max_adapter_rank: int = knob(64, "largest rank of an adapter", low=1, high=4096)
+    adapter_dir: str | None = knob(
+        None, "folder from which clients with the admin key may load adapters (default: none)", unit="path"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +234,7 @@ class Config:
     """All settings."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

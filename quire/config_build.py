@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from decimal import Decimal
@@ -25,7 +25,8 @@ OTHER_VARIABLES = {
     "QUIRE_DEBUG": "1 shows tracebacks of unexpected errors",
 }
 MASK = "********"
-ENGINE_TABLES = ("model", "cache", "scheduler", "engine")  # groups that commands without a server have flags for
+# Groups that commands without a server have flags for.
+ENGINE_TABLES = ("model", "adapters", "cache", "scheduler", "engine")
 
 
 class Setting(NamedTuple):
@@ -311,11 +312,20 @@ def _add_flag(section: Any, item: Knob) -> None:
     if item.kind is bool:
         section.add_argument(item.flag, action=BooleanOptionalAction, default=SUPPRESS, help=help_text)
         return
+    action = _JoinList if item.unit == "list" else "store"
     metavar = "{" + ",".join(item.choices) + "}" if item.choices else _METAVARS[item.unit or item.kind]
-    section.add_argument(item.flag, default=SUPPRESS, metavar=metavar, help=help_text)
+    section.add_argument(item.flag, action=action, default=SUPPRESS, metavar=metavar, help=help_text)
 
 
-_METAVARS: dict[Any, str] = {"bytes": "SIZE", "path": "FILE", int: "N", float: "X", str: "TEXT"}
+class _JoinList(Action):
+    """Joins the values of a repeated flag by commas."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
+_METAVARS: dict[Any, str] = {"bytes": "SIZE", "path": "FILE", "list": "TEXT", int: "N", float: "X", str: "TEXT"}
 
 
 def _default_note(item: Knob) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import countOf
 from typing import Any
 
+from quire.files.adapters import NamedAdapters
 from quire.text.conversation import AssistantMessage, ChatRenderer, ChatTurn, make_conversation
 from quire.text.delta_decoder import DeltaDecoder
 from quire.text.prompts import encode_chat, encode_within, render_chat
@@ -79,6 +80,7 @@ class Edge:
     clock: Callable[[], float] = time.monotonic
     special_in_content: bool = False  # spellings of control tokens in messages become control tokens
     tool_format: str | None = None  # None: read from the chat template
+    adapters: NamedAdapters = field(default_factory=NamedAdapters)  # those that requests can name
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a text, of token ids or of messages, after a check of the model's limits."""
@@ -178,6 +180,9 @@ class Edge:
         grammar = params.grammar
         if grammar is not None:
             params = replace(params, grammar=None)  # stored in the request, not in its parameters
+        adapter = None
+        if params.adapter is not None:
+            adapter, params = self.adapters[params.adapter].digest, replace(params, adapter=None)
         name = request_id or f"req-{secrets.token_hex(8)}"
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         now = self.clock()
@@ -198,6 +203,7 @@ class Edge:
                 arrival=now,
                 deadline=None if timeout is None else now + timeout,
                 salt=salt,
+                adapter=adapter,
                 grammar=grammar,
             )
             for index in range(params.n)

@@ -11,8 +11,9 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
 from quire.engine.host.driver import TRANSFER_SECONDS
 from quire.engine.host.interrupts import HeldInterrupts
+from quire.files.adapters import AdapterFiles, parse_adapters, read_adapter
 from quire.files.pooling import read_pooling
 from quire.files.progress import Progress
 from quire.llm_sessions import LLMSessions
@@ -41,9 +43,16 @@ class LLM:
     """A loaded model with its engine. Thread-safe; use it as a context manager or call `close`."""
 
     def __init__(
-        self, model: str | None = None, *, config: Config | None = None, progress: Progress | None = None, **knobs: Any
+        self,
+        model: str | None = None,
+        *,
+        config: Config | None = None,
+        progress: Progress | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        **knobs: Any,
     ):
-        """`model` and `knobs` are settings: LLM("smollm2", dtype="float32", max_model_len=2048)."""
+        """`model` and `knobs` are settings: LLM("smollm2", dtype="float32", max_model_len=2048). `adapters`: LoRA
+        adapters by name, as PEFT folders or GGUF files; `SamplingParams(adapter=name)` chooses one."""
         self.config = library_config(model, config, knobs)
         self._parts: Assembly = open_engine(self.config, progress)
         self._engine = self._parts.engine
@@ -55,6 +64,12 @@ class LLM:
         self._in_engine = False
         self._closed = False
         self.sessions = LLMSessions(self.edge, self._run_session, lambda: self._engine.scheduler.cache)
+        try:
+            for name, path in {**parse_adapters(self.config.adapters.adapter), **(adapters or {})}.items():
+                self.load_adapter(name, path)
+        except BaseException:
+            self.close()
+            raise
 
     # -- public methods -------------------------------------------------------------------------------------------
 
@@ -196,6 +211,33 @@ class LLM:
                         return reply.result()
                 self._turn()
                 interrupts.release()
+
+    def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> str:
+        """Loads a LoRA adapter; requests choose it by `SamplingParams(adapter=name)`. Returns its digest. `replace`:
+        another adapter may have the name; its requests go on with it."""
+        names = self.edge.adapters
+        names.check_free(name, replaces=replace)
+        files = read_adapter(path)
+        self._engine.adapters.read(files)
+        with HeldInterrupts(), self._lock:
+            self._enter()
+            self._engine.adapters.register(files.digest)
+            before = names.put(name, files)
+            self._drop_adapter(before)
+            self._leave()
+        return files.digest
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes a LoRA adapter. Requests that use it go on to their end."""
+        files = self.edge.adapters.remove(name)
+        with HeldInterrupts(), self._lock:
+            self._enter()
+            self._drop_adapter(files)
+            self._leave()
+
+    def _drop_adapter(self, files: AdapterFiles | None) -> None:
+        if files is not None and not self.edge.adapters.has_digest(files.digest):
+            self._engine.adapters.remove(files.digest)
 
     @property
     def edge(self) -> Edge:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.adapters import AdapterHost, EngineAdapters, NoAdapters
 from quire.engine.recovery import Bisection
 from quire.engine.scheduler import Scheduler
 from quire.engine.sessions import Sessions
@@ -53,8 +54,12 @@ class Engine:
         depth: int = 1,
         tracer: Tracer = NO_TRACE,
         fill_masks: FillMasks | None = None,
+        adapters: AdapterHost | None = None,
     ):
         self.scheduler = scheduler
+        self.adapters = EngineAdapters(
+            scheduler.adapters, adapters or NoAdapters(), lambda: self.scheduler.requests.values()
+        )
         self.tracer = tracer
         self.workers = workers
         self._depth = depth
@@ -144,6 +149,7 @@ class Engine:
         All requests and the prefix cache are dropped. An interrupted call can be repeated.
         """
         self.scheduler = self.scheduler.empty_copy()
+        self.adapters.slots = self.scheduler.adapters
         self._inflight.clear()
         self._bisection = Bisection()
         self._last_done = 0.0
@@ -205,6 +211,7 @@ class Engine:
                 deliver(deltas)
         finally:
             self._flush_deferred()
+        self.adapters.drop_unused()
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.tracer.end_request(delta)

@@ -11,23 +11,31 @@ from collections.abc import Callable, Sequence
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import lease_of
+from quire.engine.adapter_slots import AdapterSlots
 from quire.engine.device_rows import RowPool
 from quire.engine.outcome import end_delta
 from quire.engine.policies import Order
 from quire.engine.queue import HeldRequests, WaitQueue
 from quire.types import Delta, FinishReason, Plan, Request, RowInit, Status
 
+MAX_OVERTAKES = 64  # requests with an adapter that start before an older one that waits for a slot
+
 
 class RequestTable:
     """All open requests, with their queue, held requests, running list and device rows."""
 
-    def __init__(self, cache: CacheIndex, num_rows: int, order: Order, clock: Callable[[], float]):
+    def __init__(
+        self, cache: CacheIndex, num_rows: int, order: Order, clock: Callable[[], float], adapters: AdapterSlots
+    ):
+        self.adapters = adapters
         self.requests: dict[str, Request] = {}  # every request that has not ended, by id
         self.waiting = WaitQueue(order)
         self.running: list[Request] = []  # RUNNING and DRAINING, in order
         self.rows = RowPool(num_rows)
         self.last_step = 0  # number of the last planned step; rows and units released now are free after its commit
         self.loading: dict[str, Request] = {}  # wait for blocks from a store
+        self.without_slot: dict[str, Request] = {}  # WAITING or SWAPPED; wait for a slot of their adapters
+        self._overtakes = 0  # requests with an adapter that started while another waited for a slot
         self._held = HeldRequests()
         self._cache = cache
         self._order = order
@@ -42,6 +50,28 @@ class RequestTable:
         """Take a request off the queue until the page `key` of its prompt is cached or no longer being computed."""
         self.waiting.remove(request)
         self._held.put(key, request)
+
+    def wait_for_slot(self, request: Request) -> bool:
+        """Take a request, swapped out or not, off the queue until its adapter can have a slot. False if it can now.
+
+        After `MAX_OVERTAKES` others have started, no adapter gets a further request before a slot was free, so that
+        adapters in constant use do not starve the one that waits.
+        """
+        if request.adapter is None:
+            return False
+        if self.adapters.has_room(request.adapter) and (not self.without_slot or self._overtakes < MAX_OVERTAKES):
+            self._overtakes += bool(self.without_slot)
+            return False
+        self.waiting.remove(request)
+        self.without_slot[request.id] = request
+        return True
+
+    def ask_for_slots(self) -> None:
+        """Return the requests that wait for a slot to the queue."""
+        for waiting in self.without_slot.values():
+            self.waiting.push(waiting)
+        self.without_slot.clear()
+        self._overtakes = 0
 
     def wake(self, keys: Sequence[bytes]) -> None:
         for request in self._held.take(keys):
@@ -82,6 +112,7 @@ class RequestTable:
                 tuple(request.stop_ids),
                 request.seed,
                 request.sample_index,
+                self.adapters.take(request.adapter, plan),
             )
         )
         self._cache.write_tables(request, plan)
@@ -89,6 +120,8 @@ class RequestTable:
     def leave_row(self, request: Request) -> None:
         if request.row >= 0:
             self.running.remove(request)
+            if self.adapters.release(request.adapter):
+                self.ask_for_slots()
             self.rows.release_after(request.row, self.last_step, self._cache.settled)
             request.row = -1
 
@@ -104,6 +137,7 @@ class RequestTable:
         if request.status in (Status.WAITING, Status.SWAPPED):
             self.waiting.remove(request)
         self.loading.pop(request.id, None)
+        self.without_slot.pop(request.id, None)
         self.release(request)
         return self.mark_ended(request, reason)
 
@@ -133,14 +167,17 @@ class RequestTable:
         self._cache.check()
         self.waiting.check()
         held = list(self._held)
-        places = {r.id for r in self.waiting} | {r.id for r in self.running} | {r.id for r in held} | set(self.loading)
+        places = {r.id for r in self.waiting} | {r.id for r in self.running} | {r.id for r in held}
+        places |= set(self.loading) | set(self.without_slot)
         assert places == set(self.requests), f"requests in no place or in two: {places ^ set(self.requests)}"
-        counts = len(self.waiting), len(self.running), len(held), len(self.loading)
+        counts = len(self.waiting), len(self.running), len(held), len(self.loading), len(self.without_slot)
         assert sum(counts) == len(self.requests)
         assert all(r.status is Status.LOADING and r.row < 0 for r in self.loading.values())
         if self._cache.tiers is not None:
             self._cache.tiers.check(self.loading.values())
         self.rows.check([r.row for r in self.running])
+        self.adapters.check(self.running)
+        assert not self.without_slot or any(r.adapter for r in self.running), "nothing will free a slot"
         for request in self.running:
             assert 0 <= request.computed <= request.planned <= request.expected_len <= request.max_len
             assert request.inflight >= request.pending - request.num_drafts >= 0

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 
 from quire.cache.index import CacheIndex
+from quire.engine.adapter_slots import AdapterSlots
 from quire.engine.chunking import Chunking, choose_chunking
 from quire.engine.deferred_commit import DeferredCommit
 from quire.engine.drafts import NO_DRAFTS, Drafts, PlannedDrafts
@@ -42,6 +43,7 @@ class Scheduler:
         victims: Victims | None = None,
         drafter: Drafter | None = None,
         costs: StepCosts | None = None,
+        adapters: AdapterSlots | None = None,
     ):
         """`costs`: the table of step times; None: that of the drafter, or a new one."""
         self.cache = cache
@@ -53,7 +55,8 @@ class Scheduler:
         self._chunking = chunking or choose_chunking(limits.max_batch_tokens, limits.step_target_seconds, self.costs)
         self._admission = admission or QueueBounds(limits.max_rows, limits.max_waiting, limits.max_waiting_tokens)
         self._victims = victims or LastInOrder(self._order)
-        self.table = RequestTable(cache, limits.max_rows, self._order, clock)
+        self.adapters = adapters or AdapterSlots()
+        self.table = RequestTable(cache, limits.max_rows, self._order, clock, self.adapters)
         self.requests, self.waiting, self.running = self.table.requests, self.table.waiting, self.table.running
         self.deferred = DeferredCommit(cache, self.table)
         self._drafts = PlannedDrafts(drafter, cache)
@@ -76,6 +79,7 @@ class Scheduler:
                 f"The prompt has {len(request.tokens)} tokens, the cache holds {self.cache.capacity_tokens}.",
                 "Shorten the prompt, or give the cache more memory.",
             )
+        self.adapters.check_known(request.adapter)
         if not request.resumed:
             self._admission.admit(request, len(self.requests), self.waiting.num_tokens)
         request.max_len = min(request.max_len, self.cache.capacity_tokens)
@@ -154,6 +158,7 @@ class Scheduler:
         if self._only is None:
             self._drafts.plan_proposals(self.requests, len(self.running), plan)
         self.cache.finish(plan)
+        self.adapters.finish(plan)
         plan.freed = self.table.rows.take_freed()
         self.table.last_step = plan.step
         self.stats.count(plan, *self._num_prompt)
@@ -273,6 +278,12 @@ class Scheduler:
                 return
             if not self.table.rows.num_free and not any(self._yields_to(r, request) for r in self.running):
                 return  # without a row or a victim its prompt is not matched again at each step
+            if self._only is not None and not self.adapters.has_room(request.adapter):
+                if self._preempt_for(request, plan):  # those that hold the slots do not run meanwhile
+                    continue
+                return
+            if self._only is None and self.table.wait_for_slot(request):
+                continue
             if self._refusal is not None and self._refusal.still_holds(request, len(self.running), self._available()):
                 if self._preempt_for(request, plan):
                     continue
@@ -430,6 +441,7 @@ class Scheduler:
         for request in affected_by(plans, self.requests.values()):
             if request.status is Status.SWAPPED:
                 self.waiting.remove(request)
+                self.table.without_slot.pop(request.id, None)
             reached[request.id] = min(request.planned, len(request.tokens))
             self.table.leave_row(request)
             self.table.drop_state(request)
@@ -437,6 +449,7 @@ class Scheduler:
         self.cache.abandon()
         for plan in plans:
             self.table.rows.announce_again(plan.freed)
+            self.adapters.load_again(plan.adapters)
         self.table.settle(self.table.last_step)
         return reached
 
@@ -452,6 +465,7 @@ class Scheduler:
     def restrict(self, only: Container[str] | None) -> None:
         """Let only these requests run while a failed step is bisected; None: all."""
         self._only = only
+        self.table.ask_for_slots()
 
     # -- rebuild --------------------------------------------------------------------------------------------------
 
@@ -470,6 +484,7 @@ class Scheduler:
             victims=self._victims,
             drafter=self._drafts.drafter,
             costs=self.costs,
+            adapters=self.adapters.empty_copy(),
         )
         new.stats, new.step_cap = self.stats, self.step_cap
         self._drafts.end(*self.requests.values())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quire.layers.adapters import LinearAdapters
 from quire.layers.build import Build
 from quire.layers.linear import Linear
 from quire.layers.weights import Share, Weight
@@ -26,6 +27,7 @@ class Embedding(nn.Module):
     weight: Tensor  # or a list of one packed matrix, which dequantizes single rows
     first: int  # the first token of this rank
     count: int  # number of tokens of this rank
+    adapters: LinearAdapters | None = None  # set once the engine has an adapter for this weight
 
     def __init__(
         self,
@@ -53,6 +55,8 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if self.communicator.size == 1:
             vectors = self._look_up(tokens)
+            if self.adapters is not None and self.adapters.is_used:
+                vectors = self.adapters.look_up(vectors, tokens)
         else:  # a token's vector is on one rank; the others add zeros
             here = (tokens >= self.first) & (tokens < self.first + self.count)
             vectors = self._look_up(torch.where(here, tokens - self.first, 0)) * here.unsqueeze(1)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from quire.kernels.activations import Curve
+from quire.layers.adapters import LinearAdapters
 from quire.layers.build import Build
 from quire.layers.norm import RMSNorm
-from quire.layers.quant.scheme import Activation
+from quire.layers.quant.scheme import Activation, Scaled, apply_epilogue, apply_norm
 from quire.layers.split import InSplit, Split
 from quire.layers.weights import Weight, own_weights
 
@@ -25,6 +26,7 @@ class Linear(nn.Module):
     whole: Tensor | None = None  # the weight with zero rows appended, if a product with these is much faster
     weight_scale: Tensor  # [out_features], of schemes with per-row scales
     bias_after: Tensor | None  # a bias that is added to the sum over ranks
+    adapters: LinearAdapters | None = None  # set once the engine has an adapter for this weight
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class Linear(nn.Module):
         rank holds of the matrices, which `in_features` and `sources` describe as a whole.
         """
         super().__init__()
+        self.ops = build.ops
         self.in_features = in_features
         self.out_features = sum(rows for _, rows in sources)
         self.scheme = build.schemes.of_all(f"{prefix}.weight" for prefix, _ in sources)
@@ -68,6 +71,8 @@ class Linear(nn.Module):
         x [tokens, in_features] -> [tokens, out_features], or half of these columns with `gate`. The result may take
         the memory of `residual`. With `gate` it may be a `Scaled`, which only a linear of the same scheme accepts.
         """
+        if self.adapters is not None and self.adapters.is_used:
+            return self._with_adapters(x, norm, gate, residual)
         if self.communicator is None:
             return self.scheme.apply(self, x, norm, gate, residual)
         assert gate is None
@@ -75,3 +80,16 @@ class Linear(nn.Module):
         if self.bias_after is not None:
             out = out.add_(self.bias_after)
         return out if residual is None else residual.add_(out)
+
+    def _with_adapters(
+        self, x: Activation, norm: RMSNorm | None, gate: Curve | None, residual: Tensor | None
+    ) -> Tensor:
+        """As `forward`, with the adapters' updates between the product and what follows it."""
+        assert self.adapters is not None and self.communicator is None, "adapters need one rank"
+        if isinstance(x, Scaled):
+            x = (x.values.float() * x.scale.unsqueeze(1)).to(x.dtype)
+        x = apply_norm(self.ops, x, norm)
+        out = self.scheme.apply(self, x, None, None, None)
+        assert isinstance(out, Tensor)
+        self.adapters.add_to(out, x)
+        return apply_epilogue(self.ops, out, gate, residual)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.table import Ops
+from quire.layers.adapters import Route
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.moe import MoE, SharedExpert
 from quire.layers.norm import LayerNorm, Norm, WideQKNorm
@@ -169,9 +171,10 @@ def run_stack(
     specs: Sequence[CacheSpec],
     caches: Mapping[str, Tensor],
     vectors: Tensor | None = None,
+    adapters: Hook | None = None,
 ) -> Tensor:
     """Returns the hidden states of `step.wanted`, [n, width]; writes K and V of every token to `caches`. `vectors`
-    [tokens, width]: the embeddings; None: the stack looks them up."""
+    [tokens, width]: the embeddings; None: the stack looks them up. `adapters`: called beside every product."""
     from quire.kernels.native.stack import GroupInputs
 
     groups = []
@@ -181,4 +184,41 @@ def run_stack(
         cache = caches[spec.group]
         groups.append(GroupInputs(inputs.page_table, inputs.slots, cache, spec.page_tokens, spec.window, spec.packing))
     wanted = None if step.samples is None else step.logits_index
-    return stack.run(step.tokens, step.positions, step.query_starts, groups, wanted, vectors=vectors)
+    return stack.run(step.tokens, step.positions, step.query_starts, groups, wanted, adapters, vectors)
+
+
+Products = Mapping[tuple[int, str], tuple[Linear, int, int]]
+
+
+def list_products(layers: Sequence[Any]) -> Products:
+    """Returns the linear layer of each of a stack's products, by (layer, product), and the product's rows in it."""
+    found: dict[tuple[int, str], tuple[Linear, int, int]] = {}
+    for index, layer in enumerate(layers):
+        shape = layer.attention.shape
+        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        spans = {"query": (0, q), "key": (q, q + kv), "value": (q + kv, q + 2 * kv)}
+        found |= {(index, name): (layer.attention.qkv, *span) for name, span in spans.items()}
+        found[index, "out"] = (layer.attention.out, 0, layer.attention.out.out_features)
+        mlp = layer.mlp
+        if isinstance(mlp, GatedMLP):
+            inner = mlp.gate_up.out_features // 2
+            found[index, "gate"], found[index, "up"] = (mlp.gate_up, 0, inner), (mlp.gate_up, inner, 2 * inner)
+        elif isinstance(mlp, PlainMLP):
+            found[index, "up"] = (mlp.up, 0, mlp.up.out_features)
+        if not isinstance(mlp, MoE):
+            found[index, "down"] = (mlp.down, 0, mlp.down.out_features)
+    return found
+
+
+def make_adapter_hook(products: Products, route: Route) -> Hook:
+    """Returns the hook that adds the adapters of a step beside the stack's products."""
+    from quire.kernels.native.hooks import HookedProduct, PythonAdapters
+
+    def add(at: HookedProduct) -> None:
+        linear, start, stop = products.get((at.layer, at.product), (None, 0, 0))
+        if linear is None or linear.adapters is None or not linear.adapters.is_used:
+            return
+        slots = route.slots if at.tokens is None else route.slots[at.tokens.numpy()]
+        linear.adapters.add_rows(at.out, at.x, slots, start, stop)
+
+    return PythonAdapters(add)

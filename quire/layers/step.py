@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.layers.adapters import AdapterPool
 from quire.layers.taps import Taps
 
 
@@ -52,6 +53,7 @@ class Step:
     counts: list[int] = field(default_factory=list)  # tokens per row, on the host; query_starts is their cumulative sum
     len_bounds: list[int] = field(default_factory=list)  # host upper bounds of seq_lens (exact without drafts)
     samples: Samples | None = None  # None: the hidden states of all tokens are needed
+    adapters: AdapterPool | None = None  # with the step's route; None: no token uses an adapter
     taps: Taps | None = None  # layers whose hidden states the caller reads; see `Model.num_tapped_layers`
 
     def wanted(self, x: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ device comes from the plans, in their order, so results do not depend on how far
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from quire.models.model import Model
+from quire.runtime.adapters import DeviceAdapters
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.proposals import Following, Proposals, Proposed
@@ -72,6 +74,7 @@ class Runner:
         *,
         proposals: Proposals | None = None,
         rejection: Rejection | None = None,
+        adapters: DeviceAdapters | None = None,
         max_batch_tokens: int = 0,
     ):
         self._model = model
@@ -85,6 +88,7 @@ class Runner:
         self._verify = verify
         self._proposals = proposals
         self._rejection = rejection
+        self.adapters = adapters
         self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, number of alternatives)
         self._pooling: dict[int, Pooling] = {}  # row -> its hidden states pooled up to now
 
@@ -94,12 +98,19 @@ class Runner:
         if not plan.rows:
             return Forward(plan, None, None, {})
         following = self._proposals.begin(plan) if self._proposals is not None else None
-        forward = self._forward(plan, keeps_hidden=self._proposals is not None and self._proposals.takes_hidden)
+        keeps_hidden = self._proposals is not None and self._proposals.takes_hidden
+        route = None if self.adapters is None else self.adapters.route(plan)
+        if self.adapters is None or route is None:
+            forward = self._forward(plan, keeps_hidden)
+        else:
+            with self.adapters.routed(route):
+                forward = self._run_step(plan, keeps_hidden)
         forward.following = following
         return forward
 
     def _forward(self, plan: Plan, keeps_hidden: bool) -> Forward:
-        """Computes the step. `keeps_hidden`: the hidden states of all tokens are needed afterwards."""
+        """Computes the step, as a graph if one fits. `keeps_hidden`: the hidden states of all tokens are needed
+        afterwards."""
         if (
             self._graphs is not None
             and not self._pooling
@@ -124,9 +135,15 @@ class Runner:
                     return Forward(plan, None, None, {})
                 logits = self._model.logits(computed.hidden) if computed.chosen is None else None
                 return Forward(plan, computed.rows, logits, {}, chosen=computed.chosen)
+        return self._run_step(plan, keeps_hidden)
+
+    def _run_step(self, plan: Plan, keeps_hidden: bool) -> Forward:
+        """Computes the step, operation by operation."""
+        samples_only = not (self._pooling or self._prompt_top or keeps_hidden)
         samples = StepSamples.of(plan)
         gathered = self._rows.gather(plan, samples.bounds if samples_only else None)
         step = gathered.step
+        step.adapters = None if self.adapters is None else self.adapters.active
         hidden = self._model.forward(step, self.store.tensors)  # [tokens, width], or [samples, width]
         self.store.apply(plan.snapshots)
         scores, pooled = self._prompt_logprobs(plan, hidden), self._pool(plan, hidden)
@@ -203,6 +220,8 @@ class Runner:
             self._sampling.clear(row)
             self._prompt_top.pop(row, None)
             self._pooling.pop(row, None)
+        if self.adapters is not None:
+            self.adapters.apply(plan)
         for init in plan.added:
             self._sampling.set(init)
             if init.params.prompt_logprobs is not None:
@@ -224,10 +243,15 @@ class Runner:
                 count = min(row.count, prompt_len - 1 - row.start)  # the last prompt token predicts the first sample
                 if count > 0:
                     targets = self._rows.tokens[row.row, row.start + 1 : row.start + 1 + count].long()
-                    scored = prompt_logprobs(self._model.logits, hidden[begin : begin + count], targets, num_top)
+                    with self._row_routed(row.row):
+                        scored = prompt_logprobs(self._model.logits, hidden[begin : begin + count], targets, num_top)
                     found[index] = (scored, num_top)
             begin += row.count
         return found
+
+    def _row_routed(self, row: int) -> AbstractContextManager[None]:
+        """Within it, all that is computed is of this row, with its adapter."""
+        return nullcontext() if self.adapters is None else self.adapters.routed(self.adapters.route_of_row(row))
 
     def _pool(self, plan: Plan, hidden: Tensor) -> dict[int, Tensor]:
         """Adds this chunk's hidden states to pooling rows; returns the vectors of prompts that it completes."""

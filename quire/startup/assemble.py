@@ -16,6 +16,8 @@ from quire.cache.index import CacheIndex
 from quire.cache.memory import MemoryPlan
 from quire.config import Config
 from quire.edge import Edge
+from quire.engine.adapter_slots import AdapterSlots
+from quire.engine.adapters import AdapterHost, NoAdapters
 from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.loop import Engine
@@ -39,11 +41,13 @@ from quire.kernels.validation.self_test import check_ops
 from quire.kernels.validation.trial_results import Findings
 from quire.kernels.validation.trials import TOLERANCE
 from quire.machine import read_machine
+from quire.models.adapters.places import Places
 from quire.models.loading.device_memory import available_memory
 from quire.models.loading.loader import (
     load_model,
 )
 from quire.models.model import Model
+from quire.runtime.adapters import DeviceAdapters
 from quire.runtime.graphs import DecodeGraphs
 from quire.runtime.guard import GuardedWorkers, release_memory
 from quire.runtime.mixed_graphs import MixedGraphs
@@ -209,6 +213,7 @@ def _load_with(
         on_failure=forbid_note,
         draft=draft,
         version=weights_version(config, files),
+        places=loaded.places,
     )
     engine.run_warm_up()  # for one request, so that the first one meets neither a compiler nor a broken kernel
     if loaded.model.ops.native is not None:
@@ -242,17 +247,20 @@ def build_model_engine(
     drafter: Drafter | None = None,
     draft: LoadedDraft | None = None,
     version: bytes = b"",
+    places: Places | None = None,
 ) -> tuple[Engine, MemoryPlan]:
     """Returns the engine of a loaded model. `on_failure`: called when a step fails, see `GuardedWorkers`. `drafter`:
     None for that of the config. `draft`: the draft network, if there is one. `version`: of the weights, by which stores
-    keep the cache."""
-    runner, memory = build_runner(model, config, max_model_len, device, weights=weights, findings=findings, draft=draft)
+    keep the cache. `places`: the weights that adapters can change; None: there are no adapters."""
+    runner, memory = build_runner(
+        model, config, max_model_len, device, weights=weights, findings=findings, draft=draft, places=places
+    )
     workers = GuardedWorkers(runner, device, on_failure=on_failure)
     if drafter is None:
         name = draft.name if draft is not None else None
         replays = any(spec.kind == "state" for spec in model.specs)
         drafter = make_drafter(config.engine.speculate, name, config.engine.verify, replays=replays)
-    engine = engine_of(workers, memory, config, device, drafter, version)
+    engine = engine_of(workers, memory, config, device, drafter, version, runner.adapters)
     attach_stores(engine.scheduler.cache, runner.store, config)
     engine.sessions.adopt()
     return engine, memory
@@ -265,6 +273,7 @@ def engine_of(
     device: torch.device,
     drafter: Drafter | None = None,
     version: bytes = b"",
+    adapters: AdapterHost | None = None,
 ) -> Engine:
     """Returns an engine whose steps these workers run, and whose cache has the planned size."""
     host = list(memory.num_host_units) if memory.num_host_units else None
@@ -278,8 +287,18 @@ def engine_of(
     )
     tracer = FileTracer(config.engine.trace) if config.engine.trace else NO_TRACE
     limits = resolve_limits(config, device)
-    scheduler = Scheduler(cache, limits, drafter=drafter)
-    return Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller())
+    slots = AdapterSlots(0 if adapters is None else config.adapters.adapter_slots)
+    scheduler = Scheduler(cache, limits, drafter=drafter, adapters=slots)
+    keeper = adapters or NoAdapters(_why_no_adapters(config))
+    return Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller(), adapters=keeper)
+
+
+def _why_no_adapters(config: Config) -> str:
+    if config.parallel.tp > 1:
+        return "Adapters need a model on one rank (--tp 1)."
+    if config.engine.deterministic:
+        return "Adapters have no deterministic products yet."
+    return "This engine has no slots for adapters (--adapter-slots)."
 
 
 def build_runner(
@@ -294,6 +313,7 @@ def build_runner(
     share_samples: Callable[[Sampler], TokenSampler] | None = None,
     agree: Callable[[MemoryPlan], MemoryPlan] = lambda memory: memory,
     num_ranks: int = 1,
+    places: Places | None = None,
 ) -> tuple[Runner, MemoryPlan]:
     """Returns what executes plans on this device, and the plan of its memory.
 
@@ -335,9 +355,20 @@ def build_runner(
         verify,
         proposals=proposals,
         rejection=Rejection(sampler, proposals) if by_rejection else None,
+        adapters=_device_adapters(model, places, config, limits.max_rows, device),
         max_batch_tokens=limits.max_batch_tokens,
     )
     return runner, memory
+
+
+def _device_adapters(
+    model: Model, places: Places | None, config: Config, num_rows: int, device: torch.device
+) -> DeviceAdapters | None:
+    slots = config.adapters.adapter_slots
+    if places is None or not slots or config.engine.deterministic or config.parallel.tp > 1:
+        return None
+    dtype = torch.float32 if device.type == "cpu" else _logits_dtype(model)
+    return DeviceAdapters(places, slots, num_rows, device, dtype, config.adapters.max_adapter_rank)
 
 
 def _grammar_queue(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarQueue | None:

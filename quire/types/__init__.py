@@ -8,6 +8,7 @@ from quire.types.errors import PromptTooLong, QuireError, is_out_of_memory
 from quire.types.params import MAX_BAD_WORDS, MAX_BIASED, MAX_STOPS, GrammarSpec, SamplingParams
 from quire.types.plans import (
     STEP_SIZES,
+    AdapterLoad,
     CacheSpec,
     Copy,
     CopyKind,
@@ -29,6 +30,7 @@ __all__ = [
     "MAX_STOPS",
     "POOLINGS",
     "STEP_SIZES",
+    "AdapterLoad",
     "CacheLease",
     "CacheSpec",
     "Copy",

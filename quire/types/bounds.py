@@ -12,6 +12,7 @@ MAX_DRAFTS = 64  # drafts of one row in one step
 MAX_UNITS = 1 << 24  # pages or copies in one plan
 MAX_ERROR = 1 << 20  # characters of an error text in one message
 RequestId = Annotated[str, Meta(max_length=256)]
+AdapterDigest = Annotated[str, Meta(max_length=256)]
 TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKENS)]
 Vector = Annotated[list[float], Meta(max_length=MAX_VALUES)]
 ErrorText = Annotated[str, Meta(max_length=MAX_ERROR)]

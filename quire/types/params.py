@@ -102,6 +102,7 @@ class SamplingParams:
     pooling: str | None = None  # mean or last: return the prompt's hidden states as one vector (embeddings)
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None  # the constraint on the output
+    adapter: str | None = None  # name of a loaded LoRA adapter; None: the base model
     speculate: bool = True  # False: no drafts for this request; its tokens are the same
     prediction: str | None = None  # a text that the output is expected to resemble, which makes drafts
     # Token ids of the prediction, bad_words and dry_breakers, filled in by the front end, which has the tokenizer.
@@ -125,6 +126,8 @@ class SamplingParams:
             raise _bad("grammar", self.grammar, "must be a GrammarSpec, for instance GrammarSpec.json(schema)")
         if self.pooling is not None and self.pooling not in POOLINGS:
             raise _bad("pooling", self.pooling, "must be mean or last")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise _bad("adapter", self.adapter, "must be the name of an adapter")
         if self.prediction is not None and not isinstance(self.prediction, str):
             raise _bad("prediction", self.prediction, "must be a string")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.types.bounds import MAX_DRAFTS, MAX_UNITS, MAX_VALUES, Count, RequestId, StepNumber, TokenIds, Vector
+from quire.types.bounds import (
+    MAX_DRAFTS,
+    MAX_UNITS,
+    MAX_VALUES,
+    AdapterDigest,
+    Count,
+    RequestId,
+    StepNumber,
+    TokenIds,
+    Vector,
+)
 from quire.types.params import SamplingParams
 
 TOKEN_CODE = "I"  # array type code: ids are never negative, and "I" packs them in a third of the time of "i"
@@ -90,6 +100,14 @@ class RowInit(msgspec.Struct, array_like=True, gc=False):
     stop_ids: tuple[int, ...]
     seed: int
     sample_index: Count
+    adapter: int = -1  # the slot of its adapter; -1: the base model
+
+
+class AdapterLoad(msgspec.Struct, array_like=True, gc=False):
+    """An adapter that enters a slot of the device, in place of what the slot holds."""
+
+    slot: Count
+    adapter: AdapterDigest
 
 
 class PageWrite(msgspec.Struct, array_like=True, gc=False):
@@ -139,6 +157,7 @@ class Plan(msgspec.Struct, tag="plan", array_like=True, gc=False):
     proposed: list[Count] = []  # plan indices of the rows whose drafts are the first of those that the device proposed
     # Plan index -> how many drafts of the row's next tokens the device's draft network proposes after this step.
     proposals: dict[Count, Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]] = {}
+    adapters: Annotated[list[AdapterLoad], Meta(max_length=MAX_VALUES)] = []  # before the rows are set, in order
 
     @property
     def num_tokens(self) -> int:

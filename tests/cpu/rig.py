@@ -16,6 +16,7 @@ from quire.config_build import override_config
 from quire.engine.loop import Engine
 from quire.engine.speculation.seam import Drafter
 from quire.files.source import resolve_model
+from quire.models.adapters.places import Places
 from quire.models.loading.loader import LoadedModel, load_model
 from quire.models.model import Model
 from quire.startup.assemble import build_model_engine
@@ -57,13 +58,14 @@ def ragged_prompts(vocab: int, seed: int = 5) -> list[list[int]]:
 
 
 def make_engine(model: Model, *, late: bool = False, max_len: int = 256, device: torch.device = CPU,
-                drafter: Drafter | None = None, draft: LoadedDraft | None = None, **knobs: Any) -> Engine:  # fmt: skip
+                drafter: Drafter | None = None, draft: LoadedDraft | None = None, places: Places | None = None,
+                **knobs: Any) -> Engine:  # fmt: skip
     # Without a target time, and with drafts only where a test asks for them: whether those are worth their time is
     # measured, and the schedule has to be the same however busy the machine is.
     knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": 4, "step_target_ms": 0, **knobs}
     knobs = {"speculate": "off", **knobs}
     config = override_config(Config(), knobs)
-    engine, _ = build_model_engine(model, config, max_len, device, drafter=drafter, draft=draft)
+    engine, _ = build_model_engine(model, config, max_len, device, drafter=drafter, draft=draft, places=places)
     if late:
         engine.workers = LateDevice(engine.workers)
     return engine

@@ -27,6 +27,7 @@ from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.quant.schemes import Schemes
 from quire.layers.split import cannot_split
 from quire.layers.weights import iter_weights, weights_bytes
+from quire.models.adapters.places import Places
 from quire.models.fallback.model import FallbackModel
 from quire.models.fallback.tensor_names import RenamedCheckpoint
 from quire.models.gguf import checkpoint as gguf
@@ -57,6 +58,7 @@ class LoadedModel:
     dtype: str  # of the weights; the types of computation and cache are in the model's cache specs
     max_model_len: int
     weights_bytes: int
+    places: Places  # the weights that adapters can change
     eos_ids: tuple[int, ...] = ()  # from the folder; the tokenizer reads those of a GGUF file
     generation_defaults: dict[str, Any] = field(
         default_factory=dict
@@ -112,6 +114,7 @@ def load_model(
     for note in list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks):
         warnings.warn(note, stacklevel=2)
     num_bytes = _check_fits(weights_bytes(model), device, files.name, smaller)
+    places = Places(model)  # before loading, since real weights do not know their checkpoint's names
     progress = progress or QuietProgress()
     progress.start(f"Loading {files.name}", num_bytes)
     try:
@@ -133,7 +136,7 @@ def load_model(
     defaults = generation_defaults(files.generation_config)
     if file is not None:
         defaults |= gguf.sampling_defaults(file)
-    return LoadedModel(model, config, dtype, max_model_len, num_bytes, eos_ids, defaults)
+    return LoadedModel(model, config, dtype, max_model_len, num_bytes, places, eos_ids, defaults)
 
 
 def build_tried_model(

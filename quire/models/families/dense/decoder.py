@@ -28,7 +28,16 @@ from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm, PostRopeQKNorm, QKNorm, RMSNorm, WideQKNorm
 from quire.layers.residual_join import ResidualJoin
 from quire.layers.rope import Rope, RopeConfig
-from quire.layers.stack import fits_stack, make_stack, plan_layer, run_stack, splits_in_stack
+from quire.layers.stack import (
+    Products,
+    fits_stack,
+    list_products,
+    make_adapter_hook,
+    make_stack,
+    plan_layer,
+    run_stack,
+    splits_in_stack,
+)
 from quire.layers.step import Step
 from quire.models.families.dense.config import DenseConfig
 from quire.models.families.dense.families import read_dense
@@ -170,8 +179,13 @@ class DenseModel(nn.Module, Model):
         pages, page_tokens, kv_heads, head_dim]. Returns the selected normed hidden states, [n, width].
         """
         if self.stack is not None and step.taps is None:
-            vectors = self.embedding(step.tokens) if self.communicator.size > 1 else None
-            return run_stack(self.stack, step, self.specs, caches, vectors)
+            pool, hook = step.adapters, None
+            looks_up = self.communicator.size > 1
+            if pool is not None and pool.route is not None:
+                hook = make_adapter_hook(self.stack_products, pool.route)
+                looks_up = looks_up or (self.embedding.adapters is not None and self.embedding.adapters.is_used)
+            vectors = self.embedding(step.tokens) if looks_up else None
+            return run_stack(self.stack, step, self.specs, caches, vectors, hook)
         plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
         if self.config.query_scaling is not None:
             query_scale = self.config.query_scaling.at(step.positions)
@@ -244,6 +258,11 @@ class DenseModel(nn.Module, Model):
             is_parallel=self.config.parallel,
             reduction=reduction,
         )
+
+    @cached_property
+    def stack_products(self) -> Products:
+        """The linear layers behind the stack's products, for adapters."""
+        return list_products(list(self.layers))
 
     def runs_as_one_call(self) -> bool:
         """Returns whether the native library runs all layers in one call. Mixtures qualify if their experts are in

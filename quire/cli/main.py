@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "answer one prompt",
     "chat": "hold a conversation",
     "pull": "fetch a model",
+    "cache": "look after a folder that keeps KV cache",
     "bench": "measure speed",
     "chaos": "inject faults into a server and check that no token is lost",
     "doctor": "show what this machine has and what is missing",

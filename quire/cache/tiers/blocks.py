@@ -148,6 +148,18 @@ def describe(data: bytes) -> dict[str, object]:
     return {"weights": header.weights.hex(), "group": header.group, "key": header.key.hex(), "bytes": header.num_bytes}
 
 
+def describe_head(data: bytes) -> tuple[str, str]:
+    """Return the digest of the weights and the group of a file that begins with `data`."""
+    if data[: len(MAGIC)] != MAGIC or len(data) < len(MAGIC) + 4:
+        raise CorruptBlock("it is no block of this version")
+    (length,) = _LENGTH.unpack_from(data, len(MAGIC))
+    try:
+        header = msgspec.msgpack.decode(data[len(MAGIC) + 4 : len(MAGIC) + 4 + length], type=_Header)
+    except msgspec.MsgspecError as error:
+        raise CorruptBlock(f"its header can't be read: {error}") from None
+    return header.weights.hex(), header.group
+
+
 def name_of(data: bytes) -> str:
     """Return the name that a part's file has to have. Raises `CorruptBlock` if the file is damaged."""
     header = _read_header(data)

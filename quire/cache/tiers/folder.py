@@ -94,8 +94,9 @@ class FolderStore:
                 except FileNotFoundError:
                     continue  # another engine deleted it
 
-    def read(self, name: str, max_bytes: int) -> bytes | None:
-        path = self._path(name)
+    def read(self, name: str, max_bytes: int, *, touch: bool = True) -> bytes | None:
+        """`touch`: note the use, so that the order of use survives a restart."""
+        path = self.path(name)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -104,23 +105,24 @@ class FolderStore:
             data = file.read(max_bytes) or b""
             while len(data) < max_bytes and (more := file.read(max_bytes - len(data))):
                 data += more
-        with suppress(OSError):
-            os.utime(path)  # the order of use survives a restart
+        if touch:
+            with suppress(OSError):
+                os.utime(path)
         return data
 
     def has(self, name: str) -> bool:
-        return self._path(name).is_file()
+        return self.path(name).is_file()
 
     def write(self, name: str, data: bytes) -> None:
-        path = self._path(name)
+        path = self.path(name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_file(path, data)
 
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            os.unlink(self._path(name))
+            os.unlink(self.path(name))
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         if not NAME.fullmatch(name):  # may come from a session's file
             raise QuireError("session_damaged", f"{name[:80]!r} is no name of a block.", "Save the session again.")
         return self.folder / name[:2] / name

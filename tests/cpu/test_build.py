@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from quire.layers.linear import Linear
 from quire.layers.quant import Dense, Fp16Packed
 from quire.layers.quant.schemes import Schemes
 from quire.models.families.moe import MoEModel
+from quire.models.model import Model
 from quire.types import QuireError
 
 FIELDS: dict[str, Any] = {
@@ -59,3 +62,23 @@ def test_a_derived_build_leaves_its_origin_alone() -> None:
     assert build.communicator.size == 1 and build.communicator.rank == 0
     x = torch.randn(2, 3)
     assert build.communicator.all_reduce(x) is x
+
+
+def test_no_caller_asks_whether_a_model_has_an_ability() -> None:
+    """Optional abilities are methods with defaults on the protocol, so a probe by name would hide a renamed one."""
+    abilities = {name for name in [*vars(Model), *Model.__annotations__] if not name.startswith("_")}
+    assert {"is_eager_only", "start_notes", "ops"} <= abilities
+    probes = []
+    for path in sorted((Path(__file__).parents[2] / "quire").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+            ):
+                asked, name = node.args[0], node.args[1]
+                is_model = ast.unparse(asked).rpartition(".")[2] == "model"
+                is_ability = isinstance(name, ast.Constant) and name.value in abilities - {"vocab_size", "specs"}
+                if is_model or is_ability:
+                    probes.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert not probes

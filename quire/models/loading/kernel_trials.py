@@ -150,8 +150,8 @@ class Trials:
         return GatedTrialShape(largest.gate_up.in_features, largest.gate_up.out_features, self.dtype, largest.curve)
 
     def _norms_and_products(self) -> Iterator[KernelTrial]:
-        own = getattr(self.model, "norm", None)
-        norm = own if isinstance(own, RMSNorm) else self._first(RMSNorm)
+        finals = (module for name, module in self._children() if name == "norm" and isinstance(module, RMSNorm))
+        norm = next(finals, None) or self._first(RMSNorm)
         if norm is not None:
             yield norm_trial(norm.weight.shape[0], self.dtype, norm.weight.dtype, self.device)
         joins = (each.norm for each in self._modules() if isinstance(each, ResidualJoin))
@@ -303,6 +303,9 @@ class Trials:
 
     def _modules(self) -> Iterator[Any]:
         return self.model.modules() if isinstance(self.model, nn.Module) else iter(())
+
+    def _children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.model.named_children() if isinstance(self.model, nn.Module) else iter(())
 
 
 def _reference_product(norm: RMSNorm, x: Tensor, weight: Tensor, gate: Curve | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Taps: hidden states of named layers, for draft networks that read them.
 
-Whoever wants them puts a `Taps` into the `Step` and reads it after the model's forward pass. A model that gives them
+A caller that wants them puts a `Taps` into the `Step` and reads it after the model's forward pass. A model that gives them
 calls `keep` before each layer; a step without taps costs nothing.
 """
 

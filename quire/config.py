@@ -200,6 +200,9 @@ class ServerConfig:
     keep_alive: float = knob(
         10.0, "seconds without output after which a stream gets a keep-alive message", low=0.05, high=3600
     )
+    resume_seconds: float = knob(
+        300.0, "maximum seconds for which a client can resume a dropped stream (0: never)", low=0.0, high=86400
+    )
     drain_timeout: float = knob(60.0, "seconds that open requests have to finish after SIGTERM", low=0.0, high=86400)
     stall_timeout: float = knob(
         120.0, "seconds without a step or a token after which the engine is reported unhealthy", low=2.0

@@ -30,10 +30,11 @@ from quire.server.ops_routes import admin_router, ops_router
 from quire.server.page.routes import page_router
 from quire.server.session_routes import sessions_router
 from quire.server.state import Server
+from quire.server.streams.stream_routes import stream_router
 from quire.server.text_routes import text_router
 from quire.types import QuireError
 
-ENDLESS = frozenset({"/live"})
+ENDLESS = frozenset({"/live", "/v1/streams/{stream_id}"})
 HTTP_CODES = {404: "unknown_route", 405: "method_not_allowed"}
 
 
@@ -46,6 +47,7 @@ def create_app(server: Server, version: str) -> ASGIApp:
         admin_router(server),
         openai_router(server),
         responses_router(server),
+        stream_router(server),
         embeddings_router(server),
         infill_router(server),
         ollama_router(server),

@@ -41,6 +41,7 @@ from quire.server.logs import LibraryLines, Log
 from quire.server.metrics import Metrics
 from quire.server.state import Server
 from quire.server.store import ResponseStore
+from quire.server.streams.kept_streams import KeptStreams
 from quire.server.textwork.pool import TextWork, WorkerPool
 from quire.server.textwork.tasks import Setup
 from quire.text.loading import lazy_template, load_tokenizer
@@ -124,6 +125,7 @@ def make_server(config: Config, fleet: Fleet, tokenizer: Tokenizer, log: Log, se
         admin_keys=KeyRing(settings.admin_key),
         rates=RateLimits(settings.rate_requests, settings.rate_tokens),
         log=log,
+        streams=KeptStreams(settings.resume_seconds),
         created=int(time.time()),
     )
 

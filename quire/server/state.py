@@ -19,6 +19,7 @@ from quire.server.http.keys import KeyRing, RateLimits
 from quire.server.logs import Log
 from quire.server.metrics import Metrics
 from quire.server.store import ResponseStore
+from quire.server.streams.kept_streams import KeptStreams
 from quire.types import QuireError
 
 RANKS = {"ok": 0, "recovering": 1, "unhealthy": 2}  # states of health in ascending order of severity
@@ -42,11 +43,22 @@ class Server:
     admin_keys: KeyRing
     rates: RateLimits
     log: Log
+    streams: KeptStreams
     created: int  # start of the server, Unix seconds
     draining: bool = False
     at_once: bool = False  # second stop signal: do not drain
     open_replies: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def reply_opened(self) -> None:
+        """Count a reply that must end before the server does."""
+        self.open_replies += 1
+        self.idle.clear()
+
+    def reply_closed(self) -> None:
+        self.open_replies -= 1
+        if not self.open_replies:
+            self.idle.set()
 
     @property
     def name(self) -> str:

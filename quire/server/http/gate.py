@@ -21,6 +21,7 @@ from quire.server.http.host_names import HostNames
 from quire.server.http.keys import key_of, owner_of_key, tenant_of
 from quire.server.http.request_ids import request_id
 from quire.server.state import Server
+from quire.server.streams.kept_streams import EVENT_ID
 
 PROBES = frozenset({"/health", "/ping", "/healthz", "/readyz"})
 OPEN_PATHS = frozenset({"/", "/favicon.ico"})
@@ -37,6 +38,7 @@ CORS_SHOWN = ", ".join(
         "retry-after",
         "x-quire-warning",
         "x-quire-ignored",
+        "x-quire-stream",
         *(f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
     )
 )
@@ -95,16 +97,13 @@ class _GatedRequest:
     async def run(self) -> None:
         server, started = self._server, time.monotonic()
         server.metrics.http_opened()
-        server.open_replies += 1
-        server.idle.clear()
+        server.reply_opened()
         scope = {**self._scope, "state": {**self._scope.get("state", {}), "request_id": self._id}}
         self._state = scope["state"]
         try:
             await self._pass(scope)
         finally:
-            server.open_replies -= 1
-            if not server.open_replies:
-                server.idle.set()
+            server.reply_closed()
             seconds = time.monotonic() - started
             route = route_label(scope)
             server.metrics.http_closed(route, self._scope["method"], self._status, seconds)
@@ -131,6 +130,7 @@ class _GatedRequest:
                 return
             self._check_key(scope)
             self._check_body()
+            self._take_up_stream(scope)
             await self._app(scope, self._count_body, self._send_on)
         except ApiError as error:  # raised by the gate itself; the app answers and counts errors of routes
             self._server.metrics.failed(route_label(scope), error.code)
@@ -196,6 +196,13 @@ class _GatedRequest:
             self._limits = server.rates.budget(key if server.keys and key else _address(self._scope))
             self._limits.take_request()
             scope["state"]["budget"] = self._limits
+
+    def _take_up_stream(self, scope: Scope) -> None:
+        """Answer a repeated request whose client has read a part of the reply with the rest of that reply."""
+        known = EVENT_ID.fullmatch(self._headers.get("last-event-id", ""))
+        if known is not None and self._path.startswith("/v1/") and self._scope["method"] == "POST":
+            path = f"/v1/streams/{known.group(1)}"
+            scope.update(method="GET", path=path, raw_path=path.encode(), query_string=b"")
 
     def _demand(self, opened: bool, key: str | None, name: str) -> None:
         if opened:

@@ -7,9 +7,8 @@ a stream, is shared by all dialects.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,29 +16,19 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.client.engine_client import DeltaStreamClosed
 from quire.server.generation import GenerationRun
-from quire.server.http.encoding import to_json
+from quire.server.http.encoding import COMMENT, to_json
 from quire.server.http.errors import ApiError, from_quire_error
 from quire.server.sample import Piece
 from quire.server.state import Server
+from quire.server.streams.kept_streams import KeptStream
+from quire.server.streams.stream_encoder import StreamEncoder
+from quire.server.streams.stream_reader import start_reading
 from quire.types import QuireError
 
 DISCONNECTED = "disconnected"  # outcome of a reply whose client disconnected
 MAX_WARNINGS = 8
+EVENTS_AT_A_TIME = 256  # of a kept stream, sent together
 PEEK_SECONDS = 2.0  # an error within this time gets an HTTP status; a later one is an event
-
-
-class StreamEncoder(Protocol):
-    """Encodes pieces as frames in the dialect's order."""
-
-    keep_alive: bytes
-
-    def start(self) -> bytes: ...
-
-    def push(self, pieces: Iterable[Piece]) -> bytes: ...
-
-    async def finish(self) -> bytes: ...
-
-    def fail(self, error: ApiError) -> bytes: ...
 
 
 async def stream_reply(request: Request, run: GenerationRun, encoder: StreamEncoder, server: Server) -> Response:
@@ -48,6 +37,7 @@ async def stream_reply(request: Request, run: GenerationRun, encoder: StreamEnco
     request.state.totals = run.totals  # for the log
     watcher = asyncio.create_task(_close_when_gone(request.receive, run))
     try:
+        resumable = server.streams.seconds_of(request.headers.get("x-quire-resume"))
         await run.peek(min(server.config.server.keep_alive, PEEK_SECONDS))
     except DeltaStreamClosed:
         server.metrics.disconnected(run.job.route)
@@ -57,7 +47,16 @@ async def stream_reply(request: Request, run: GenerationRun, encoder: StreamEnco
         watcher.cancel()
         run.close()
         raise
-    return EventStream(run, encoder, watcher, server)
+    if resumable is None:
+        return EventStream(run, encoder, watcher, server)
+    watcher.cancel()
+    try:
+        kept = server.streams.open(str(request.state.owner), resumable)
+    except ApiError:
+        run.close()
+        raise
+    start_reading(kept, run, encoder, server)
+    return FollowedStream(kept, 0, server, warnings_of(run))
 
 
 class EventStream(Response):
@@ -73,7 +72,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         run, encoder, server = self._run, self._encoder, self._server
         patience = server.config.server.keep_alive
-        reader = _ClientSink(send, server.config.server.send_timeout)
+        reader = ClientSink(send, server.config.server.send_timeout)
         try:
             await reader.send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await reader.send_frame(encoder.start())
@@ -108,11 +107,53 @@ class EventStream(Response):
         self._server.metrics.stream_broke(self._run.job.route, outcome)
 
 
+class FollowedStream(Response):
+    """The events of a kept stream from a place on. Nothing ends when the client disconnects."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: KeptStream, place: int, server: Server, headers: Mapping[str, str] | None = None):
+        stream_headers = {"cache-control": "no-cache", "x-accel-buffering": "no", "x-quire-stream": stream.id}
+        super().__init__(headers={**stream_headers, **(headers or {})})
+        del self.headers["content-length"]
+        self._stream, self._place, self._server = stream, place, server
+        stream.join()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream, place, settings = self._stream, self._place, self._server.config.server
+        sink = ClientSink(send, settings.send_timeout)
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            await sink.send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while not gone.done() and not (stream.is_complete and place >= len(stream.events)):
+                fresh = stream.events[place : place + EVENTS_AT_A_TIME]
+                await sink.send_frame(b"".join(fresh))
+                place += len(fresh)
+                if not fresh:
+                    await stream.wait(place, settings.keep_alive)
+                    if place >= len(stream.events) and not stream.is_complete:
+                        await sink.send_frame(COMMENT)
+        except TooSlow:
+            scope["state"]["outcome"] = "too_slow"
+        finally:
+            stream.leave()
+            if gone.done():
+                scope["state"]["outcome"] = DISCONNECTED
+            gone.cancel()
+            with suppress(OSError, TooSlow):
+                await sink.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class TooSlow(Exception):
     """A client that has not read for longer than the send timeout."""
 
 
-class _ClientSink:
+class ClientSink:
     """Sends to one client. Unread data fills the connection's small buffer, then sending waits, and after `patience`
     seconds `TooSlow` is raised."""
 
@@ -170,8 +211,7 @@ def warnings_of(run: GenerationRun) -> dict[str, str]:
 
 
 async def _close_when_gone(receive: Receive, run: GenerationRun) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await _until_gone(receive)
     run.close()
 
 

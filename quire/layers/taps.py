@@ -1,6 +1,6 @@
 """Taps: hidden states of named layers, for draft networks that read them.
 
-A caller that wants them puts a `Taps` into the `Step` and reads it after the model's forward pass. A model that gives them
+A caller puts a `Taps` into the `Step` and reads it after the model's forward pass. A model that gives hidden states
 calls `keep` before each layer; a step without taps costs nothing.
 """
 

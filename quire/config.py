@@ -24,7 +24,8 @@ def knob(
     unit: str | None = None,
     secret: bool = False,
 ) -> Any:
-    """Returns a field with its help text and bounds. The default None means that the machine decides at start.
+    """Returns a field with its help text and bounds. The default None means that the machine decides at start. A choice
+    that ends in ":N" stands for all numbers in the place of N.
 
     `unit="bytes"` allows sizes such as 2GiB; "list" joins the values of a repeated flag; "path" only affects the help.
     A secret is masked wherever settings are shown.
@@ -130,7 +131,11 @@ class SchedulerConfig:
 class EngineConfig:
     """The device and how the engine uses it."""
 
-    device: str = knob("auto", "device to run on", choices=("auto", "cpu", "cuda"))
+    device: str = knob(
+        "auto",
+        "device to run on: a number names one of several GPUs, mps is Apple's GPU; auto is the first of cuda, mps, cpu",
+        choices=("auto", "cpu", "cuda", "cuda:N", "mps"),
+    )
     depth: int | None = knob(None, "steps in flight: 1 synchronous, 2 overlapped", low=1, high=16)
     threads: int | None = knob(None, "CPU threads for tensor work", low=1)
     deterministic: bool = knob(

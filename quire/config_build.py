@@ -206,11 +206,18 @@ def _parse(item: Knob, raw: Any, source: str, *, typed: bool = False) -> Setting
     value = _from_text(item, raw.strip()) if text and item.kind is not str else _from_number(item, raw)
     if type(value) is not item.kind or (isinstance(value, str) and (not value.strip() or "\0" in value)):
         raise _refuse(item, raw, source, f"must be {_expected(item)}")
-    if item.choices is not None and value not in item.choices:
+    if item.choices is not None and not _is_choice(item.choices, str(value)):
         raise _refuse(item, raw, source, f"must be one of {', '.join(item.choices)}")
     if isinstance(value, (int, float)):
         _check_bounds(item, raw, value, source)
     return Setting(item.name, value, source)
+
+
+def _is_choice(choices: Iterable[str], value: str) -> bool:
+    """Whether a value is one of the choices; "name:N" is one with any number up to 999 for N."""
+    head, colon, number = value.rpartition(":")
+    is_numbered = bool(colon) and number.isascii() and number.isdigit() and len(number) <= 3
+    return (value in choices and not value.endswith(":N")) or (is_numbered and f"{head}:N" in choices)
 
 
 def _check_bounds(item: Knob, raw: Any, value: float, source: str) -> None:

@@ -87,6 +87,11 @@ def examine_devices() -> tuple[list[dict[str, Any]], str]:
         return [], f"torch is installed but can't be imported: {error}" if broken else ""
     devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
     try:
+        if torch.backends.mps.is_available():
+            total = torch.mps.recommended_max_memory()
+            free = total - torch.mps.driver_allocated_memory()
+            named = {"device": "mps", "name": "Apple GPU", "capability": "Metal"}
+            devices.append({**named, "memory_total": total, "memory_free": free})
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             free, total = torch.cuda.mem_get_info(index)
             major, minor = torch.cuda.get_device_capability(index)

@@ -1,6 +1,7 @@
 """Downloads the files of a hub repository that Quire reads into the store, in one folder per commit.
 
-`source` calls `fetch_repo`, `builtin` calls `download_file`. The listing of a commit is stored beside its files, so
+Files that are in the Hugging Face cache already are used from there. `source` calls `fetch_repo`, `builtin` calls
+`download_file`. The listing of a commit is stored beside its files, so
 that a repository that was fetched once resolves without a network.
 """
 
@@ -16,6 +17,7 @@ from urllib.parse import quote
 
 from quire.files.fetch import RemoteFile, download
 from quire.files.gguf_parts import list_parts, models_among
+from quire.files.hf_cache import find_snapshot
 from quire.files.progress import Progress, format_bytes
 from quire.files.safetensors import INDEX_NAME, choose_shards, read_index
 from quire.files.settings import HubSettings
@@ -93,7 +95,19 @@ def fetch_repo(
         raise QuireError(
             "invalid_parameter", f"revision={revision!r:.200} is not a branch, tag or commit.", param="revision"
         )
-    snapshot = _Snapshot.find(ref, revision, settings, progress)
+    try:
+        snapshot = _Snapshot.find(ref, revision, settings, progress)
+    except QuireError as error:
+        found = _from_hf_cache(ref, revision, with_weights) if error.code in ("hub_unreachable", "offline") else None
+        if found is None:
+            raise
+        path, commit = found
+        progress.note(f"{error.what} Using {ref.repo} from the Hugging Face cache (commit {commit[:12]}).")
+        return path, commit
+    if not snapshot.folder.is_dir():
+        found = _from_hf_cache(ref, snapshot.listing.commit, with_weights, snapshot.listing)
+        if found is not None:
+            return found
     gguf = choose_gguf(ref, snapshot.listing, with_weights)
     if gguf is not None:
         snapshot.ensure(list_parts(gguf))
@@ -189,6 +203,35 @@ class _Snapshot:
         folder = _repo_dir(self.ref)
         write_text(folder / "listings" / f"{listing.commit}.json", json.dumps(files, indent=0) + "\n")
         write_text(folder / "refs" / quote(revision, safe=""), listing.commit + "\n")
+
+
+def _from_hf_cache(
+    ref: HubRef, revision: str, with_weights: bool, listing: RepoListing | None = None
+) -> tuple[Path, str] | None:
+    """Returns the model in the Hugging Face cache and its commit; None if a file of it is missing there.
+
+    `listing`: the hub's, which says what the files should be; without it the cache's own files count."""
+    cached = find_snapshot(ref.repo, revision)
+    if cached is None:
+        return None
+    if listing is None:
+        files = {name: RemoteFile(name, size) for name, size in cached.sizes.items() if is_safe_name(name)}
+        listing = RepoListing(cached.commit, files)
+    try:
+        gguf = choose_gguf(ref, listing, with_weights)
+        if gguf is not None:
+            names = list_parts(gguf)
+        else:
+            names = [name for name in FOLDER_FILES if name in listing.files]
+            if with_weights:
+                index = cached.folder / INDEX_NAME
+                names += read_index(index) if INDEX_NAME in listing.files else choose_shards(listing.files)
+    except (QuireError, OSError):
+        return None  # no model, or not all of it: the hub's answer, or the lack of one, says more
+    sizes = {name: listing.files[name].size if name in listing.files else None for name in names}
+    if not names or not all(cached.has(name, size) for name, size in sizes.items()):
+        return None
+    return (cached.folder if gguf is None else cached.folder / gguf), cached.commit
 
 
 def _repo_dir(ref: HubRef) -> Path:

@@ -29,13 +29,15 @@ def upload(parts: dict[str, Arrays], device: torch.device) -> dict[str, dict[str
     On a CPU the tensors share memory with the arrays, so the caller must not reuse the arrays."""
     if device.type == "cpu":
         return {name: {key: torch.from_numpy(array) for key, array in part.items()} for name, part in parts.items()}
+    if device.type == "mps":
+        parts = {name: {key: _narrow(array) for key, array in part.items()} for name, part in parts.items()}
     arrays = [np.ascontiguousarray(array) for part in parts.values() for array in part.values()]
     starts = np.cumsum([0, *((array.nbytes + ALIGN - 1) // ALIGN * ALIGN for array in arrays)]).tolist()
     packed = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     buffer = packed.numpy()
     for start, array in zip(starts, arrays, strict=False):
         buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    packed = packed.to(device, non_blocking=True)
+    packed = packed.to(device, non_blocking=device.type == "cuda")
     views = (_view(packed, start, array) for start, array in zip(starts, arrays, strict=False))
     return {name: {key: next(views) for key in part} for name, part in parts.items()}
 
@@ -60,6 +62,8 @@ class HostCopy:
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
+        elif tensor.device.type == "mps":
+            self._host = tensor.cpu()
 
     def is_done(self) -> bool:
         return self._copied is None or self._copied.query()
@@ -91,6 +95,11 @@ class UploadBuffer:
         for start, array in zip(self._starts, arrays.values(), strict=False):
             buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
         self._packed.copy_(host, non_blocking=True)
+
+
+def _narrow(array: np.ndarray) -> np.ndarray:
+    """Returns float64 as float32, for devices that do not have it."""
+    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _view(packed: Tensor, start: int, array: np.ndarray) -> Tensor:

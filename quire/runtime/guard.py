@@ -111,7 +111,15 @@ def first_line(error: BaseException) -> str:
     return text[0].rstrip(".") if text else type(error).__name__
 
 
+def enter_device(device: torch.device) -> None:
+    """Makes a GPU other than the first the one on which this thread launches kernels, as Triton needs it."""
+    if device.type == "cuda" and device.index:
+        torch.cuda.set_device(device)
+
+
 def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.models.model import Model
 from quire.runtime.adapters import DeviceAdapters
 from quire.runtime.graphs import DecodeGraphs
+from quire.runtime.guard import enter_device
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.proposals import Following, Proposals, Proposed
 from quire.runtime.rejection import Rejection
@@ -94,6 +95,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Forward:
+        enter_device(self._rows.device)
         self._apply(plan)
         if not plan.rows:
             return Forward(plan, None, None, {})

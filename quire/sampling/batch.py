@@ -26,7 +26,7 @@ class Cohort:
     key: Tensor  # [n] int64: noise stream
     inv_temperature: Tensor  # [n] float32
     top_k: Tensor  # [n] int64; used only if `width` is a number of candidates
-    top_p: Tensor  # [n] float64
+    top_p: Tensor  # [n] float64, or float32 on devices without it
     min_p: Tensor  # [n] float32
     top_n_sigma: Tensor  # [n] float32
     any_top_p: bool

@@ -48,7 +48,7 @@ def _keep_of_candidates(scores: Tensor, cohort: Cohort, sigma_floor: Tensor | No
     if sigma_floor is not None:
         floor = torch.maximum(floor, sigma_floor)
     if cohort.any_top_p:
-        weights = torch.where(scores >= floor, scores, MINUS_INF).to(torch.float64).exp_()
+        weights = torch.where(scores >= floor, scores, MINUS_INF).to(cohort.top_p.dtype).exp_()
         reached = weights.cumsum(1)
         num_kept = (reached - weights < cohort.top_p[:, None] * reached[:, -1:]).sum(1, keepdim=True)
         cut = scores.gather(1, num_kept.clamp(min=1) - 1)

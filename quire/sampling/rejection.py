@@ -48,7 +48,8 @@ def choose_tokens_by_rejection(
     at_draft = drafts[:, None]
     ratio = (p.gather(1, at_draft) / drawn_from.gather(1, at_draft))[:, 0]  # q is above 0 where a draft was drawn
     first = torch.zeros_like(at_draft)
-    uniform = noise.bits(keys ^ ACCEPT_SALT, positions, first)[:, 0].double() * TO_UNIT  # below 1
+    wide = torch.float32 if positions.device.type == "mps" else torch.float64
+    uniform = noise.bits(keys ^ ACCEPT_SALT, positions, first)[:, 0].to(wide) * TO_UNIT  # below 1
     rest = (p - drawn_from).clamp(min=0).scatter(1, at_draft, 0.0)
     # Where nothing is left p and q agree, and the ratio is below 1 by rounding only.
     accepted = (uniform < ratio) | (rest.sum(1) <= 0)

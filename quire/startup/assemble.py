@@ -49,7 +49,7 @@ from quire.models.loading.loader import (
 from quire.models.model import Model
 from quire.runtime.adapters import DeviceAdapters
 from quire.runtime.graphs import DecodeGraphs
-from quire.runtime.guard import GuardedWorkers, release_memory
+from quire.runtime.guard import GuardedWorkers, enter_device, release_memory
 from quire.runtime.mixed_graphs import MixedGraphs
 from quire.runtime.proposals import Proposals
 from quire.runtime.rejection import Rejection
@@ -88,6 +88,7 @@ class Assembly:
 def assemble(config: Config, progress: Progress | None = None, compilers: Compilers | None = None) -> Assembly:
     """Loads the model and returns its engine. `compilers`: processes that compile kernels, see `compile_ahead`."""
     device = pick_device(config.engine.device, strict=config.engine.strict_kernels)
+    enter_device(device)
     if compilers is not None and device.type == "cuda":
         compilers.attach()
     if device.type == "cpu":

@@ -21,18 +21,59 @@ CUDA_DEFAULTS = {"max_rows": 256, "max_batch_tokens": 8192, "depth": 2, "step_ta
 
 
 def pick_device(name: str, *, strict: bool = False) -> torch.device:
-    """Returns the device to run on. If a GPU exists but is unusable, warns and returns the CPU; `strict`: raises."""
+    """Returns the device to run on; "auto" is the first of CUDA, MPS and CPU that is usable. If an NVIDIA GPU exists
+    but is unusable, warns and returns another device; `strict`: raises."""
     if name == "cpu":
         return torch.device("cpu")
+    if name == "mps":
+        if (trouble := mps_trouble()) is not None:
+            raise QuireError("no_device", f"No MPS device is usable: {trouble}.", "Use --device cpu.")
+        return torch.device("mps")
     trouble = cuda_trouble()
     if trouble is None:
-        return torch.device("cuda", 0)
-    if name == "cuda" or (strict and has_nvidia_driver()):
+        return _numbered_gpu(int(name.partition(":")[2] or 0))
+    if name.startswith("cuda") or (strict and has_nvidia_driver()):
         what = f"No CUDA device is usable: {trouble}."
         raise QuireError("no_device", what, "Use --device cpu, or see `quire doctor`.")
     if has_nvidia_driver():
         warnings.warn(f"The GPU is unusable ({trouble}); running on the CPU instead.", stacklevel=2)
+    elif mps_trouble() is None:
+        return torch.device("mps")
     return torch.device("cpu")
+
+
+def _numbered_gpu(index: int) -> torch.device:
+    count = torch.cuda.device_count() if index else 1
+    if index >= count:
+        what = (
+            f"There is no device cuda:{index}: this machine has {count} usable GPU{'s' * (count != 1)}, from cuda:0 on."
+        )
+        raise QuireError("no_device", what, "Choose another number, or see `quire doctor`.")
+    return torch.device("cuda", index)
+
+
+def mps_trouble() -> str | None:
+    """Returns a short reason why torch can't use Apple's GPU; None if it can, after a trial of what a step needs."""
+    if not torch.backends.mps.is_built():
+        return "this torch was built without MPS"
+    if not torch.backends.mps.is_available():
+        return "there is no Apple GPU, or macOS is too old"
+    try:
+        if torch.equal(_mps_trial("mps"), _mps_trial("cpu")):
+            return None
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return first_line(error)
+    return "it computes wrong results"
+
+
+def _mps_trial(device: str) -> torch.Tensor:
+    """Whole numbers through a product, a write to the cache, attention's softmax over one key, and a choice."""
+    x = torch.arange(64.0).view(8, 8).to(device)
+    cache = torch.zeros(16, 8, device=device).index_copy_(0, torch.arange(8).to(device), x @ x)
+    seen = torch.nn.functional.scaled_dot_product_attention(
+        x[None, None, :1], x[None, None, :1], cache[None, None, 5:6]
+    )
+    return torch.cat((cache.cpu().flatten(), seen.cpu().flatten(), cache.argmax(1).float().cpu()))
 
 
 def cuda_trouble() -> str | None:

@@ -46,25 +46,26 @@ def may_launch_kernels(config: Config) -> bool:
 
 @contextmanager
 def gpu_opened(config: Config) -> Iterator[None]:
-    """Opens the first GPU in a thread, as torch will do, which hides half a second behind the import of torch.
+    """Opens the GPU in a thread, as torch will do, which hides half a second behind the import of torch.
 
     Inside the block torch shares the context. On exit this reference is released, so that an engine on the CPU holds
     no GPU context.
     """
     end = threading.Event()
     if config.engine.device != "cpu" and may_have_gpu():
-        _in_thread(lambda: _hold_gpu(end))
+        number = int(config.engine.device.partition(":")[2] or 0)
+        _in_thread(lambda: _hold_gpu(end, number))
     try:
         yield
     finally:
         end.set()
 
 
-def _hold_gpu(end: threading.Event) -> None:
+def _hold_gpu(end: threading.Event, number: int) -> None:
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # the value that torch sets; CUDA reads it only once
     driver = ctypes.CDLL(DRIVER)
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number):
         return
     if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0:
         end.wait()

@@ -27,7 +27,7 @@ from quire.kernels.table import REFERENCE, select_ops
 from quire.kernels.validation.failures import reason
 from quire.kernels.validation.trials import TrialShape, dense_trials, settle_ops
 from quire.layers.step import Step
-from quire.runtime.guard import GuardedWorkers
+from quire.runtime.guard import GuardedWorkers, enter_device
 from quire.types import CacheSpec, Delta, QuireError, SamplingParams, is_out_of_memory
 from tests.cpu.rig import CPU, load, make_engine, make_request
 from tests.cpu.tiny_models import make_tiny
@@ -364,6 +364,50 @@ def test_a_gpu_that_can_not_be_used(monkeypatch: pytest.MonkeyPatch, driver: boo
     if driver:
         with pytest.raises(QuireError, match="too old"):
             defaults.pick_device("auto", strict=True)
+
+
+def test_gpus_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+    for name, index in (("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
+        device = defaults.pick_device(name)
+        assert device == torch.device("cuda", index)
+        enter_device(device)
+    assert entered == [torch.device("cuda", 1)], "the first needs no call"
+    with pytest.raises(
+        QuireError, match=r"no device cuda:2: this machine has 2 usable GPUs, from cuda:0 on"
+    ) as refused:
+        defaults.pick_device("cuda:2")
+    assert refused.value.code == "no_device"
+    for name in ("cuda:", "cuda:x", "cuda:-1", "cuda:N", "mps:0", "gpu"):
+        with pytest.raises(QuireError, match="must be one of auto, cpu, cuda, cuda:N, mps"):
+            override_config(Config(), {"device": name})
+    assert override_config(Config(), {"device": "cuda:7"}).engine.device == "cuda:7"
+
+
+def test_mps_stands_between_cuda_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(QuireError, match="No MPS device is usable: ") as refused:
+        defaults.pick_device("mps")
+    assert refused.value.code == "no_device"
+    results = {"mps": torch.ones(3), "cpu": torch.ones(3)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(defaults, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(defaults, "_mps_trial", lambda device: results[device])
+    assert defaults.pick_device("mps").type == defaults.pick_device("auto").type == "mps"
+    assert defaults.pick_device("cpu").type == "cpu"
+    results["mps"] = torch.zeros(3)  # a GPU that computes wrong results is not used
+    assert defaults.pick_device("auto").type == "cpu"
+    with pytest.raises(QuireError, match="wrong results"):
+        defaults.pick_device("mps")
+
+
+def test_the_trial_of_an_apple_gpu_has_whole_numbers() -> None:
+    result = defaults._mps_trial("cpu")
+    assert torch.equal(result, result.round()) and result.abs().max() < 1 << 24, "so that any order of sums agrees"
 
 
 def test_a_chore_that_fails_is_said_and_left(tiny: Any) -> None:

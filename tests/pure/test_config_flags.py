@@ -40,7 +40,7 @@ def test_the_help_names_every_knob_its_choices_and_default() -> None:
     for item in knobs().values():
         assert item.flag in text
         assert " ".join(item.help.split()) in text
-    assert "{auto,cpu,cuda}" in text
+    assert "{auto,cpu,cuda,cuda:N,mps}" in text
     assert "(default: 0.9)" in text
     assert "(default: on)" in text
 

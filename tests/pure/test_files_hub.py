@@ -105,6 +105,67 @@ def test_an_unreachable_hub_leaves_the_known_copy(hub: FakeHub, monkeypatch: pyt
     assert error.code == "hub_unreachable" and "127.0.0.1" in error.what and "owner/unknown" in error.what
 
 
+def fill_hf_cache(cache: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
+    """Writes a snapshot as Hugging Face's tools do: links to blobs, and a reference of the branch."""
+    repo = cache / "models--owner--name"
+    for name, data in files.items():
+        blob, link = repo / "blobs" / hashlib.sha256(data).hexdigest(), repo / "snapshots" / commit / name
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(data)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    (repo / "refs").mkdir(parents=True, exist_ok=True)
+    (repo / "refs" / "main").write_text(commit)
+    return repo / "snapshots" / commit
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+def test_a_model_in_the_hugging_face_cache(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """It is used where it lies, with the hub's consent or without the hub."""
+    below = {"HF_HUB_CACHE": ".", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}[variable]
+    base = tmp_path / "elsewhere"
+    snapshot = fill_hf_cache(base / below, FOLDER)
+    monkeypatch.setenv(variable, str(base))
+    found = resolve()
+    assert found.path == snapshot and found.config == {"model_type": "llama"} and COMMIT in found.source
+    assert [path for path, _ in hub.requests] == ["/api/models/owner/name/revision/main"]
+    assert not (tmp_path / "quire").exists() and not (base / "quire").exists()
+    assert resolve(offline=True).path == snapshot
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    progress = Recorder()
+    assert resolve(progress=progress).path == snapshot
+    assert len(progress.notes) == 1 and "Hugging Face cache" in progress.notes[0]
+    assert refusal(revision="other").code == "hub_unreachable"
+
+
+def test_a_snapshot_that_is_old_or_lacks_a_file(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hf"
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    snapshot = fill_hf_cache(cache, FOLDER, "beef" + "0" * 36)
+    assert resolve().path == tmp_path / "quire/hub/owner--name" / COMMIT, "the hub has a newer commit"
+    shutil.rmtree(tmp_path / "quire")
+    shutil.rmtree(cache)
+    snapshot = fill_hf_cache(cache, FOLDER)
+    (snapshot / SHARD).resolve().unlink()  # its blob, so that the link leads nowhere
+    assert refusal(offline=True).code == "offline"
+    assert resolve().path != snapshot
+    shutil.rmtree(tmp_path / "quire")
+    shutil.rmtree(cache)
+    snapshot = fill_hf_cache(cache, {**FOLDER, SHARD: WEIGHTS[:-1]})
+    assert resolve().path != snapshot, "a file has another size than the hub says"
+
+
+def test_a_gguf_in_the_hugging_face_cache(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hf"
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    snapshot = fill_hf_cache(cache, {"name-Q4_K_M.gguf": b"GGUF" + WEIGHTS})
+    assert resolve(offline=True).path == snapshot / "name-Q4_K_M.gguf"
+    assert resolve("owner/name:q4_k_m", offline=True).path == snapshot / "name-Q4_K_M.gguf"
+    assert refusal("owner/name:q8_0", offline=True).code == "offline"
+
+
 def test_a_new_commit_is_another_folder(hub: FakeHub) -> None:
     old = resolve()
     hub.commit = "beef" + "0" * 36

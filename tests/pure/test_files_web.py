@@ -133,7 +133,8 @@ class Recorder:
 
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the machine's own hub or proxy settings."""
-    for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+    hub = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+    for name in (*hub, "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "*")
 

@@ -104,6 +104,12 @@ class CacheConfig:
     kv_dtype_skip: str | None = knob(
         None, "layers whose keys and values stay whole under int8, k8v4 and q4, such as 0,28-29"
     )
+    evict: str = knob(
+        "lru",
+        "what the KV cache on the device evicts first: the least recently used, or what is computed again fastest per "
+        "byte",
+        choices=("lru", "cost"),
+    )
     prefix_cache: bool = knob(True, "reuse the KV cache of equal prompt prefixes")
 
 
@@ -119,6 +125,14 @@ class SchedulerConfig:
     )
     order: str = knob(
         "priority", "order in which waiting requests are admitted", choices=("fcfs", "priority", "deadline")
+    )
+    admit: str = knob(
+        "order",
+        "which waiting request is next: the first in order, or of the first 16 the one with the largest cached prefix",
+        choices=("order", "prefix"),
+    )
+    prefix_wait: float = knob(
+        2.0, "with --admit prefix, seconds after which the first waiting request is next", low=0, high=3600
     )
     preemption: str = knob(
         "auto", "what to do with the KV cache of a preempted request", choices=("auto", "swap", "recompute")

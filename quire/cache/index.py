@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from quire.cache.chain import LINK_TOKENS, link_keys
 from quire.cache.claims import Claims
+from quire.cache.eviction import CostPerByte
 from quire.cache.lease import Lease, Snapshot, lease_of
 from quire.cache.match import CacheStats, Loads, Lookup, Match
 from quire.cache.memory import unit_bytes
@@ -80,6 +81,7 @@ class CacheIndex:
             self.specs, sizes, host, prefix_cache=self.prefix_cache, host_cache=self._host_cache, weights=self.weights
         )
         new._to_clear = self._to_clear
+        new.tree.eviction = self.tree.eviction
         if self.tiers is not None:
             self.tiers.stop()
             new.attach(self.tiers.stores, self.tiers.memory, self.tiers.sessions)
@@ -89,6 +91,10 @@ class CacheIndex:
         """Put stores below host memory."""
         assert self.host.keeps_blocks and self.page_tokens % LINK_TOKENS == 0
         self.tiers = TierStack(self.host, stores, memory, sessions=sessions)
+
+    def evict_by_cost(self, seconds: Callable[[int, int], float | None]) -> None:
+        """Evict what is computed again fastest, per byte. `seconds(tokens, context)`: how long computing takes."""
+        self.tree.eviction = CostPerByte(self.specs, self._unit_bytes, seconds)
 
     @property
     def stores(self) -> Sequence[StoredTier]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 ABSENT = -1
-EvictionRank = tuple[bool, bool, int]  # pinned, not spare, last use; the lowest is evicted first
+EvictionRank = tuple[bool, bool, float]  # pinned, not spare, value; the lowest is evicted first
 
 
 class Node:
@@ -31,6 +32,7 @@ class Node:
         "spare",
         "tokens",
         "units",
+        "worth",
     )
 
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, num_groups: int):
@@ -46,6 +48,19 @@ class Node:
         self.spare = False  # a snapshot with a later one on the same path and no hits since: evicted first
         self.passed = 0  # a bit per group whose window has passed this page without a start there: evicted first
         self.last_use = 0
+        self.worth: dict[int, tuple[int, float]] | None = None  # a policy's: group -> last use, value
+
+
+class Eviction(Protocol):
+    """The order in which units are evicted; see `eviction.py`."""
+
+    def value(self, node: Node, group: int) -> float:
+        """Return what a node's unit is worth; it changes only when the node is used."""
+        ...
+
+    def evicted(self, group: int, value: float) -> None:
+        """Take note that a unit of this value was evicted."""
+        ...
 
 
 class PrefixTree:
@@ -65,6 +80,7 @@ class PrefixTree:
         self._order = 0
         self._holders: list[dict[int, Node]] = [{} for _ in range(num_groups)]  # per group: unit -> its node
         self._heaps: list[list[tuple[EvictionRank, int, Node]]] = [[] for _ in range(num_groups)]
+        self.eviction: Eviction | None = None  # None: least recently used first
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -138,7 +154,8 @@ class PrefixTree:
     def _rank(self, node: Node, group: int) -> EvictionRank:
         """Return the sort key; the lowest is evicted first. A spare snapshot does not lower the rank of its page."""
         spare = (node.spare and self._atomic[group]) or bool(node.passed >> group & 1)
-        return node.pins > 0, not spare, node.last_use
+        value = node.last_use if self.eviction is None else self.eviction.value(node, group)
+        return node.pins > 0, not spare, value
 
     def _compact(self, group: int) -> None:
         """Rebuild the heap with one entry per node that has a unit. In place, because `evict` holds a reference."""
@@ -160,6 +177,8 @@ class PrefixTree:
             if rank != self._rank(node, group):
                 self.mark_evictable(node, group)
                 continue
+            if self.eviction is not None:
+                self.eviction.evicted(group, rank[2])
             self._detach(node, group)
             return node.key, unit
         return self._evict_inner(group, is_idle)

@@ -26,6 +26,7 @@ class SchedulerLimits:
     max_waiting_tokens: int = 64_000_000
     preemption: str = "auto"  # auto and swap: swap out while the host has room; recompute: always drop the state
     order: str = "priority"
+    prefix_wait: float | None = None  # seconds a request waits for others whose prefix is cached; None: it never does
     step_target_seconds: float | None = None
     depth: int = 1
 

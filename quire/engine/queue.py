@@ -43,6 +43,24 @@ class WaitQueue:
             heapq.heappop(self._heap)  # entry of a removed request
         return self._heap[0][2] if self._heap else None
 
+    def first(self, count: int) -> list[Request]:
+        """Return the first `count` requests, as far as only the last part of their keys differs, which is the arrival.
+        Looks at little more of the heap than it returns."""
+        self.peek()
+        found: list[Request] = []
+        frontier = [(self._heap[0][0], 0)] if self._heap else []  # entries that may be next: key, place
+        while frontier and len(found) < count:
+            key, place = heapq.heappop(frontier)
+            request = self._heap[place][2]
+            if self._members.get(request.id) is request and not any(request is one for one in found):
+                if found and key[:-1] != self._order(found[0])[:-1]:
+                    break
+                found.append(request)
+            children = range(2 * place + 1, min(2 * place + 3, len(self._heap)))
+            for child in children:
+                heapq.heappush(frontier, (self._heap[child][0], child))
+        return found
+
     def remove(self, request: Request) -> None:
         """Remove a request. Only the head leaves the heap at once; other entries are skipped later."""
         if self._members.pop(request.id, None) is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Sequence
 
 from quire.cache.index import CacheIndex
 from quire.engine.adapter_slots import AdapterSlots
+from quire.engine.candidates import Candidates, InOrder, PrefixAware
 from quire.engine.chunking import Chunking, choose_chunking
 from quire.engine.deferred_commit import DeferredCommit
 from quire.engine.drafts import NO_DRAFTS, Drafts, PlannedDrafts
@@ -41,6 +42,7 @@ class Scheduler:
         chunking: Chunking | None = None,
         admission: Admission | None = None,
         victims: Victims | None = None,
+        candidates: Candidates | None = None,
         drafter: Drafter | None = None,
         costs: StepCosts | None = None,
         adapters: AdapterSlots | None = None,
@@ -55,6 +57,8 @@ class Scheduler:
         self._chunking = chunking or choose_chunking(limits.max_batch_tokens, limits.step_target_seconds, self.costs)
         self._admission = admission or QueueBounds(limits.max_rows, limits.max_waiting, limits.max_waiting_tokens)
         self._victims = victims or LastInOrder(self._order)
+        wait = limits.prefix_wait
+        self._candidates: Candidates = candidates or (InOrder() if wait is None else PrefixAware(wait))
         self.adapters = adapters or AdapterSlots()
         self.table = RequestTable(cache, limits.max_rows, self._order, clock, self.adapters)
         self.requests, self.waiting, self.running = self.table.requests, self.table.waiting, self.table.running
@@ -307,7 +311,11 @@ class Scheduler:
 
     def _next_waiting(self) -> Request | None:
         if self._only is None:
-            return self.waiting.peek()
+            first = self.waiting.first(self._candidates.num_seen)
+            if len(first) < 2 or first[0].status is Status.SWAPPED:
+                return first[0] if first else None
+            waiting = [one for one in first if one.status is Status.WAITING]
+            return self._candidates.choose(waiting, lambda one: self.cache.match(one).length, self.clock())
         return min((r for r in self.waiting if r.id in self._only), key=self._order, default=None)
 
     def _yields_to(self, running: Request, request: Request) -> bool:
@@ -482,6 +490,7 @@ class Scheduler:
             chunking=self._chunking,
             admission=self._admission,
             victims=self._victims,
+            candidates=self._candidates,
             drafter=self._drafts.drafter,
             costs=self.costs,
             adapters=self.adapters.empty_copy(),

@@ -290,6 +290,8 @@ def engine_of(
     limits = resolve_limits(config, device)
     slots = AdapterSlots(0 if adapters is None else config.adapters.adapter_slots)
     scheduler = Scheduler(cache, limits, drafter=drafter, adapters=slots)
+    if config.cache.evict == "cost":
+        cache.evict_by_cost(scheduler.costs.prompt_seconds)
     keeper = adapters or NoAdapters(_why_no_adapters(config))
     return Engine(scheduler, workers, depth=limits.depth, tracer=tracer, fill_masks=MaskFiller(), adapters=keeper)
 

@@ -126,6 +126,7 @@ def resolve_limits(config: Config, device: torch.device) -> SchedulerLimits:
         max_waiting_tokens=scheduler.max_waiting_tokens,
         preemption=scheduler.preemption,
         order=scheduler.order,
+        prefix_wait=scheduler.prefix_wait if scheduler.admit == "prefix" else None,
         step_target_seconds=target / 1000 if target else None,
         depth=config.engine.depth or chosen["depth"],
     )

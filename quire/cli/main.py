@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": "hold a conversation",
     "pull": "fetch a model",
     "cache": "look after a folder that keeps KV cache",
+    "quantize": "write a model in fewer bits",
     "bench": "measure speed",
     "chaos": "inject faults into a server and check that no token is lost",
     "doctor": "show what this machine has and what is missing",

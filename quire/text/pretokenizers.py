@@ -118,6 +118,11 @@ _KINDS: tuple[tuple[str, PreTokenizer], ...] = (
 _BY_NAME = {name: kind for names, kind in _KINDS for name in names.split()}
 
 
+def pre_tokenizer_names() -> list[str]:
+    """Returns the usual name of each kind of pre-tokenizer."""
+    return [names.split()[0] for names, _ in _KINDS]
+
+
 def pre_tokenizer_named(name: str) -> PreTokenizer:
     if name not in _BY_NAME:
         raise QuireError(

@@ -113,6 +113,11 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._vocabulary.special_ids
 
+    def to_json(self) -> str:
+        """The content of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     # -- text to ids
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:

@@ -67,6 +67,8 @@ def can_show(path: Path) -> list[str]:
     if room == "bench":
         own = next((name for place, name in BENCH.items() if path.is_relative_to(place)), None)
         return list(OPENS_MODELS) if own is None else [f"bench {own}"]
+    if room == "quantize":
+        return ["quantize"]
     if room in ("agent", "chaos"):
         return ["chat" if room == "agent" else "chaos"]
     return [*OPENS_MODELS, "pull"] if room in ("files", "config.py", "config_build.py") else list(OPENS_MODELS)

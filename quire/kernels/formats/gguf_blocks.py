@@ -32,7 +32,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 
 # Values of IQ4's sixteen codes, finer around 0.
-_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _iq4_nl(blocks: Tensor) -> Tensor:
 
 def _uneven(places: Tensor) -> Tensor:
     """Looks up IQ4 codes: [blocks, 16] uint8 -> [blocks, 32] float32."""
-    return torch.tensor(_UNEVEN, dtype=torch.float32, device=places.device)[_nibbles(places).int()]
+    return torch.tensor(UNEVEN, dtype=torch.float32, device=places.device)[_nibbles(places).int()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def engine_of(
 
 def _why_no_adapters(config: Config) -> str:
     if config.parallel.tp > 1:
-        return "Adapters need a model on one rank (--tp 1)."
+        return "Adapters need a model that one rank computes alone."
     if config.engine.deterministic:
         return "Adapters have no deterministic products yet."
     return "This engine has no slots for adapters (--adapter-slots)."

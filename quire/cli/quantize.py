@@ -124,12 +124,12 @@ def _check_flags(args: Namespace) -> None:
 
 def _options(args: Namespace, name: str, method: str, out: Path) -> Any:
     from quire.quantize.recipe import find_target
-    from quire.quantize.run import Options
+    from quire.quantize.run import QuantOptions
 
     target = find_target(name)
     keep = tuple(args.keep)
     how: Any = method
-    return Options(target, out, how, args.imatrix, keep, args.target_bpw, args.requantize)
+    return QuantOptions(target, out, how, args.imatrix, keep, args.target_bpw, args.requantize)
 
 
 def _write(work: Any, args: Namespace, how: Any) -> list[Any]:

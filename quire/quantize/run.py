@@ -36,7 +36,7 @@ SAMPLE_ROWS = 64  # of a matrix, that --target-bpw measures a type's error on
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class QuantOptions:
     """What a run is to do."""
 
     target: QuantTarget
@@ -68,7 +68,7 @@ class Run:
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def quantize(self, options: Options) -> dict[str, str]:
+    def quantize(self, options: QuantOptions) -> dict[str, str]:
         """Writes the result and returns the type of each of its tensors."""
         self.check(options)
         importance = self._importance(options)
@@ -109,7 +109,7 @@ class Run:
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def check(self, options: Options) -> None:
+    def check(self, options: QuantOptions) -> None:
         """Refuses what can't work, before anything is computed."""
         if options.out.exists():
             hint = "Give another --out, or remove it."
@@ -155,7 +155,7 @@ class Run:
             raise QuireError("invalid_parameter", what, "Give a longer text.", param="imatrix")
         return [tokens[start : start + LENGTH] for start in range(0, len(tokens), LENGTH)]
 
-    def _importance(self, options: Options) -> dict[str, Tensor]:
+    def _importance(self, options: QuantOptions) -> dict[str, Tensor]:
         """Returns the importance of each matrix's columns by tensor name; nothing without a calibration text."""
         if options.imatrix is None:
             return {}
@@ -174,7 +174,7 @@ class Run:
         found = {name.removesuffix(".weight"): weights for name, weights in importance.items()}
         return {named[name]: weights for name, weights in found.items() if name in named}
 
-    def _inputs(self, options: Options, *, products: bool) -> dict[str, Inputs]:
+    def _inputs(self, options: QuantOptions, *, products: bool) -> dict[str, Inputs]:
         stretches = self._stretches(options.imatrix)
         self.progress.start("Reading the calibration text", len(stretches))
         try:
@@ -182,7 +182,7 @@ class Run:
         finally:
             self.progress.finish()
 
-    def _rounded(self, options: Options, recipe: Recipe) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    def _rounded(self, options: QuantOptions, recipe: Recipe) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
         """Returns what a method has rounded itself, and the tensors that it has changed, by name."""
         facts = {tensor.name: tensor for tensor in self.source.tensors()}
         names = {name for name, tensor in facts.items() if recipe.type_of(tensor) == "W4A16"}
@@ -205,7 +205,7 @@ class Run:
             self.progress.finish()
             del self.float_model  # its weights are rounded now
 
-    def _choose(self, options: Options, importance: Mapping[str, Tensor]) -> dict[str, str]:
+    def _choose(self, options: QuantOptions, importance: Mapping[str, Tensor]) -> dict[str, str]:
         """Returns types that together have the bits asked for."""
         by_name = {tensor.facts.name: tensor for tensor in list_tensors(self.source)}
 
@@ -239,7 +239,7 @@ class Run:
             return {tensor.name: tensor for tensor in self.source.tensors()}
         return {tensor.name: tensor.facts for tensor in list_tensors(self.source)}
 
-    def _description(self, options: Options) -> dict[str, Any]:
+    def _description(self, options: QuantOptions) -> dict[str, Any]:
         """Describes the run: an interrupted one goes on only if all of this is the same."""
         given = options.imatrix
         return {

@@ -21,7 +21,7 @@ from quire.quantize.calibration import FloatModel, Inputs, collect
 from quire.quantize.parts import Parts
 from quire.quantize.recipe import LADDER, choose_types, find_target, type_bits
 from quire.quantize.report import load_float
-from quire.quantize.run import Options, Run
+from quire.quantize.run import QuantOptions, Run
 from quire.quantize.source import TensorFacts
 from quire.runtime.reading import read_stretch
 from quire.types import QuireError
@@ -59,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def quantize(model: Path, to: str, out: Path, **options: Any) -> dict[str, str]:
-    return Run(resolve_model(str(model))).quantize(Options(find_target(to), out, **options))
+    return Run(resolve_model(str(model))).quantize(QuantOptions(find_target(to), out, **options))
 
 
 def logits(model: Path) -> Tensor:

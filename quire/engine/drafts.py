@@ -114,6 +114,11 @@ class PlannedDrafts:
         if self.drafter is not None:
             self.drafter.observe(plan, seconds, proposing)
 
+    def save(self) -> None:
+        """Write what the drafter keeps for the next engine."""
+        if self.drafter is not None:
+            self.drafter.save()
+
     def stats(self) -> SpeculationStats | None:
         """Return the drafter's counters."""
         return None if self.drafter is None else self.drafter.stats()

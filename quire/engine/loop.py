@@ -125,6 +125,7 @@ class Engine:
 
     def save(self) -> None:
         """Hand what the cache holds to its stores, and wait until it is written. Only while no request is open."""
+        self.scheduler.save_drafts()
         while self.scheduler.cache.has_stores:
             self.turn()
         self.scheduler.cache.poll()

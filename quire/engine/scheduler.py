@@ -104,6 +104,10 @@ class Scheduler:
             delta.error, delta.error_code = str(error), error.code
             self._ended.append(delta)
 
+    def save_drafts(self) -> None:
+        """Write what speculation keeps for the next engine."""
+        self._drafts.save()
+
     @property
     def speculation(self) -> SpeculationStats | None:
         """The counters of speculation; None without it."""

@@ -67,7 +67,7 @@ from quire.startup.cache_plan import allocate_cache, find_files, plan_model_memo
 from quire.startup.defaults import describe_gpu, pick_device, resolve_limits, resolve_page_tokens
 from quire.startup.draft_network import LoadedDraft, load_draft
 from quire.startup.rank_engine import start_ranks
-from quire.startup.tiers import attach_stores, weights_version
+from quire.startup.tiers import attach_stores, history_file, weights_version
 from quire.startup.trial_notes import TrialNote, find_note
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -260,7 +260,8 @@ def build_model_engine(
     if drafter is None:
         name = draft.name if draft is not None else None
         replays = any(spec.kind == "state" for spec in model.specs)
-        drafter = make_drafter(config.engine.speculate, name, config.engine.verify, replays=replays)
+        file = history_file(config, version, model.vocab_size)
+        drafter = make_drafter(config.engine.speculate, name, config.engine.verify, replays=replays, file=file)
     engine = engine_of(workers, memory, config, device, drafter, version, runner.adapters)
     attach_stores(engine.scheduler.cache, runner.store, config)
     engine.sessions.adopt()

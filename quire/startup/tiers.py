@@ -11,6 +11,7 @@ from quire.cache.tiers.folder import BlockStore, FolderStore
 from quire.cache.tiers.sessions import SessionFolder
 from quire.cache.tiers.stored import StoredTier
 from quire.config import Config
+from quire.engine.speculation.history_file import HistoryFile
 from quire.files.source import ModelFiles
 from quire.files.weights_digest import weights_digest
 from quire.runtime.host_units import StoreHostUnits
@@ -43,6 +44,13 @@ def weights_version(config: Config, files: ModelFiles) -> bytes:
         FolderStore(folder)  # refuses a folder of something else before anything is written to it
         note = folder / NOTE
     return weights_digest(files, repr(settings), note)
+
+
+def history_file(config: Config, weights: bytes, vocab_size: int) -> HistoryFile | None:
+    """Returns where outputs of earlier requests are kept, which drafts are made of; None without a cache folder."""
+    if config.cache.cache_dir is None:
+        return None
+    return HistoryFile(Path(config.cache.cache_dir).expanduser(), weights, vocab_size)
 
 
 def attach_stores(cache: CacheIndex, store: CacheStore, config: Config) -> None:

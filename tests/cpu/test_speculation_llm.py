@@ -98,6 +98,19 @@ def test_a_stop_string_within_a_draft_cuts_the_text_there(folder: Path) -> None:
         assert again.token_ids == whole.token_ids
 
 
+def test_outputs_are_kept_beside_the_cache(folder: Path, tmp_path: Path) -> None:
+    """The next engine drafts from what the last one has answered, for the same salt, and gives the same tokens."""
+    kept = {"cache_dir": str(tmp_path / "cache"), "page_tokens": 16, "speculate": "suffix", "dtype": "float32"}
+    params = SamplingParams(temperature=1.5, seed=9, max_tokens=40, ignore_eos=True)
+    found = []
+    for salt in (b"mine", b"another's", b"mine"):
+        with LLM(str(folder), **kept) as llm:
+            (output,) = llm.generate(PROMPTS[1:2], params, salt=salt)
+            found.append((output.token_ids, output.usage.accepted_prediction_tokens))
+    assert len({tuple(tokens) for tokens, _ in found}) == 1
+    assert found[2][1] > max(found[0][1], found[1][1]) + 10
+
+
 def test_settings_come_from_toml_environment_and_arguments(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,5 +91,8 @@ class RandomDrafter:
         self.open.discard(request.id)
         self.proposals.pop(request.id, None)
 
+    def save(self) -> None:
+        pass
+
     def stats(self) -> SpeculationStats:
         return SpeculationStats()

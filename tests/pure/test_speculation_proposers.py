@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 from quire.engine.speculation import suffix
+from quire.engine.speculation.history_file import HistoryFile
 from quire.engine.speculation.occurrences import MAX_PLACES, Occurrences
 from quire.engine.speculation.prediction import PredictionProposer
 from quire.engine.speculation.suffix import BOUNDARY, OutputHistory, SuffixProposer, vote
@@ -192,3 +194,47 @@ def test_an_unrelated_prediction_ends_in_few_wrong_drafts_of_little_survival() -
 
 def test_without_a_prediction_there_is_no_draft() -> None:
     assert PredictionProposer().propose([request([1, 2, 3])], 4)[0].tokens == []
+
+
+def kept_in(folder: Path, weights: bytes = b"w", vocab_size: int = 100) -> SuffixProposer:
+    return SuffixProposer(file=HistoryFile(folder, weights, vocab_size))
+
+
+def test_outputs_of_earlier_requests_are_kept_across_engines(tmp_path: Path) -> None:
+    before = kept_in(tmp_path / "new")
+    for salt, output in ((b"a", [5, 6, 7, 8]), (b"b", [5, 6, 9, 9]), (b"a", [20, 21, 22])):
+        one = request([1, 2, 3], salt=salt)
+        one.tokens += output
+        before.end(one)
+    before.save()
+    after = kept_in(tmp_path / "new")
+    after.check()
+    assert after.num_history_tokens == before.num_history_tokens
+    assert after.propose([request([50, 5, 6], salt=b"a")], 3)[0].tokens == [7, 8], "to the end of that output"
+    assert after.propose([request([50, 5, 6], salt=b"b")], 3)[0].tokens == [9, 9]
+    assert after.propose([request([50, 20, 21], salt=b"a")], 3)[0].tokens == [22]
+    assert not after.propose([request([50, 5, 6], salt=b"c")], 3)[0].tokens, "another salt"
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.stat().st_mode & 0o077 == 0, "its owner only"
+    after.save()
+    assert kept_in(tmp_path / "new").num_history_tokens == before.num_history_tokens
+
+
+def test_kept_outputs_that_are_damaged_or_of_another_model_count_as_none(tmp_path: Path) -> None:
+    before = kept_in(tmp_path)
+    one = request([1, 2, 3], salt=b"a")
+    one.tokens += [5, 6, 7, 8, 60]
+    before.end(one)
+    before.save()
+    assert kept_in(tmp_path, b"other").num_history_tokens == 0
+    assert kept_in(tmp_path, vocab_size=60).num_history_tokens == 0, "a token that the model does not have"
+    (file,) = tmp_path.iterdir()
+    good = file.read_bytes()
+    for bad in (good[:-1], b"", good[:45], good[:50] + bytes([good[50] ^ 1]) + good[51:], b"x" * len(good)):
+        file.write_bytes(bad)
+        assert kept_in(tmp_path).num_history_tokens == 0
+    file.write_bytes(good)
+    assert kept_in(tmp_path).num_history_tokens > 0
+    kept_in(tmp_path / "file" / "below").save()
+    (tmp_path / "no folder").write_text("")
+    kept_in(tmp_path / "no folder").save()  # nothing is written, and nothing is raised

@@ -9,6 +9,7 @@ from functools import partial
 from quire.engine.speculation.device import DeviceProposer
 from quire.engine.speculation.forced import ForcedProposer
 from quire.engine.speculation.goodput import GoodputDrafter
+from quire.engine.speculation.history_file import HistoryFile
 from quire.engine.speculation.ngram import NgramProposer
 from quire.engine.speculation.prediction import PredictionProposer
 from quire.engine.speculation.seam import Drafter, Proposer
@@ -64,10 +65,16 @@ def parse_speculate(speculate: str) -> SpeculateSetting:
 
 
 def make_drafter(
-    speculate: str, network: str | None = None, verify: str = "exact", *, replays: bool = False
+    speculate: str,
+    network: str | None = None,
+    verify: str = "exact",
+    *,
+    replays: bool = False,
+    file: HistoryFile | None = None,
 ) -> Drafter | None:
     """Return the drafter of a setting; None for "off". `network`: the name of the device's draft network, if any.
     `verify`: how drafts are verified. `replays`: the model has recurrent state, see `GoodputDrafter`.
+    `file`: where outputs of earlier requests are kept when the engine is closed.
 
     Predictions of requests are used with every setting but "off", because a client sends one for that purpose.
     """
@@ -75,5 +82,11 @@ def make_drafter(
     if setting.is_off:
         return None
     device = DeviceProposer(network, by_position=verify == "rejection") if network is not None else None
-    hosts = [PROPOSERS[name]() for name in PROPOSERS if name in setting.proposers]
-    return GoodputDrafter(hosts, device=device, replays=replays)
+    suffix = SuffixProposer(file=file) if "suffix" in setting.proposers else None
+    hosts = [
+        suffix if suffix is not None and name == suffix.name else PROPOSERS[name]()
+        for name in PROPOSERS
+        if name in setting.proposers
+    ]
+    save = suffix.save if suffix is not None else lambda: None
+    return GoodputDrafter(hosts, device=device, replays=replays, save=save)

@@ -10,7 +10,7 @@ that the gain is measured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.limits import ProposerCounts, SpeculationStats
@@ -65,9 +65,12 @@ class GoodputDrafter:
         device: DeviceProposer | None = None,
         *,
         replays: bool = False,
+        save: Callable[[], None] = lambda: None,
     ):
         """`proposers`: asked in order, the device's last; the first draft of a request is taken. `replays`: after a
-        rejected draft the step's accepted tokens are computed again, since the model has recurrent state."""
+        rejected draft the step's accepted tokens are computed again, since the model has recurrent state. `save`: see
+        `Drafter.save`."""
+        self.save = save
         self.costs = costs or StepCosts()
         self._device = device
         self._replays = replays

@@ -90,6 +90,10 @@ class Drafter(Protocol):
         """Forget a request that has ended."""
         ...
 
+    def save(self) -> None:
+        """Write what shall outlive the engine, if there is a place for it. Called when the engine is closed."""
+        ...
+
     def stats(self) -> SpeculationStats:
         """Return the counters so far."""
         ...

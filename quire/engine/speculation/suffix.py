@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from quire.engine.speculation.history_file import HistoryFile
 from quire.engine.speculation.occurrences import MAX_MATCH, Occurrences
 from quire.engine.speculation.seam import NO_DRAFT, Draft
 from quire.types import Request
@@ -56,14 +57,25 @@ class OutputHistory:
 class SuffixProposer:
     """Implements `Proposer`."""
 
-    def __init__(self, name: str = "suffix", *, earlier_requests: bool = True, own_output: bool = True) -> None:
-        """`earlier_requests`: also match outputs of earlier requests. `own_output`: also match the request's output."""
+    def __init__(
+        self,
+        name: str = "suffix",
+        *,
+        earlier_requests: bool = True,
+        own_output: bool = True,
+        file: HistoryFile | None = None,
+    ) -> None:
+        """`earlier_requests`: also match outputs of earlier requests. `own_output`: also match the request's output.
+        `file`: where outputs are kept when the engine is closed."""
         self.name = name
         self._own: dict[str, Occurrences] = {}
         self._num_own = 0  # tokens of these when they were begun
         self.num_history_tokens = 0
         self._histories: OrderedDict[bytes, OutputHistory] = OrderedDict()  # by salt, least recently used first
         self._earlier = earlier_requests
+        self._file = file if earlier_requests else None
+        for salt, tokens in self._file.read(BOUNDARY) if self._file is not None else []:
+            self._remember(salt, tokens[:-1] if tokens[-1:] == [BOUNDARY] else tokens)
         self._own_output = own_output
 
     def propose(self, requests: Sequence[Request], budget: int) -> list[Draft]:
@@ -74,10 +86,26 @@ class SuffixProposer:
             self._num_own -= request.prompt_len
         if not self._earlier or request.num_sampled < 1:
             return
-        history = self._histories.setdefault(request.salt, OutputHistory())
-        self._histories.move_to_end(request.salt)
+        self._remember(request.salt, request.tokens[max(request.prompt_len, len(request.tokens) - MAX_OUTPUT) :])
+
+    def save(self) -> None:
+        """Write the outputs of earlier requests to the file, if there is one."""
+        if self._file is not None:
+            self._file.write(
+                [
+                    (salt, list(index.tokens))
+                    for salt, history in self._histories.items()
+                    for index in reversed(history.generations)
+                    if index.tokens
+                ]
+            )
+
+    def _remember(self, salt: bytes, output: Sequence[int]) -> None:
+        """Add an output, or several with boundaries between them, to a salt's history, and keep the bounds."""
+        history = self._histories.setdefault(salt, OutputHistory())
+        self._histories.move_to_end(salt)
         before = history.num_tokens
-        history.add(request.tokens[max(request.prompt_len, len(request.tokens) - MAX_OUTPUT) :])
+        history.add(output)
         self.num_history_tokens += history.num_tokens - before
         while (self.num_history_tokens > MAX_HISTORY or len(self._histories) > MAX_SALTS) and len(self._histories) > 1:
             _, oldest = self._histories.popitem(last=False)

@@ -21,6 +21,7 @@ from quire.server.textwork.pool import InlineTextWork, TextWork, WorkerPool
 from quire.server.textwork.tasks import Setup, TextTasks
 from quire.text.tokenizer import Tokenizer
 from quire.types import Delta, FinishReason, Timing, TokenLogprobs, Usage
+from quire.types.sessions import SessionAction, SessionInfo
 
 LIMITS = {"max_rows": 64, "max_waiting": 1000, "max_waiting_tokens": 1_000_000}
 
@@ -57,6 +58,13 @@ class EchoLink:
                 )  # fmt: skip
 
 
+class EchoSupervisor(Supervisor):
+    """Of an engine that keeps any session."""
+
+    async def session(self, action: SessionAction, name: str, owner: str, **fields: Any) -> SessionInfo | None:
+        return SessionInfo(name, len(fields.get("tokens", ())), 0, 0, 0.0, 1.0, messages=fields.get("messages", ""))
+
+
 class FakeServer:
     """`with_workers`: text is read by worker processes, as in `quire serve`; `await server.work.close()` ends them."""
 
@@ -64,7 +72,7 @@ class FakeServer:
         model = make_tiny_model(folder / "served")
         config = override_config(Config(), {"model": str(model), "served_model_name": "tiny", **knobs})
         client = EngineClient()
-        supervisor = Supervisor(client, lambda settings: None, {}, SupervisorLimits(1, 1.0, 1e9, None, "same"))
+        supervisor = EchoSupervisor(client, lambda settings: None, {}, SupervisorLimits(1, 1.0, 1e9, None, "same"))
         client.attach(EchoLink(client, max_len))  # type: ignore[arg-type]
         supervisor.states.move("started")
         self.lines: list[str] = []

@@ -242,7 +242,10 @@ class HttpBodies(Fuzzed):
             ("/api/chat", {"model": "tiny", "messages": [message], "tools": [tool], "options": {"num_predict": 3}}),
             ("/api/generate", {"model": "tiny", "prompt": "a", "stream": False, "format": "json"}),
             ("/api/embed", {"model": "tiny", "input": ["a"]}),
+            ("/api/show", {"model": "tiny"}),
             ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+            ("/v1/chat/render", {"messages": [message]}),
+            ("/v1/sessions/s/save", {"messages": [message], "expires_in": 60}),
         ]  # fmt: skip
 
     def make(self, rng: random.Random) -> bytes:

@@ -176,3 +176,15 @@ def test_each_rule_of_the_threat_model_can_be_taken_away_and_is_missed_by_its_te
 def test_ci_audits_the_dependencies() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert re.search(r"^\s*if ! pip-audit --local ", script, re.MULTILINE) and "exit 1" in script
+
+
+def test_every_body_is_fuzzed() -> None:
+    """A route whose body is in no target would be tried by nobody; `http` and `amplify` grow their cases from seeds."""
+    pytest.importorskip("fastapi")
+    from quire.server.http.bodies import body_models
+    from tests.fuzz.targets import HttpBodies
+
+    paths = [path for path, _ in HttpBodies.seeds()]
+    patterns = {route: re.sub(r"\{\w+\}", "[^/]+", route) for route in body_models()}
+    missing = [route for route, pattern in patterns.items() if not any(re.fullmatch(pattern, path) for path in paths)]
+    assert not missing, "put a body for each into HttpBodies.seeds of tests/fuzz/targets.py"

@@ -7,9 +7,10 @@ Tokenization runs in worker threads; no method blocks the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from quire.config import Config
@@ -21,11 +22,20 @@ from quire.types import Delta, QuireError, Request, SamplingParams
 
 
 class AsyncLLM:
-    """A loaded model with its engine thread. `model` and `knobs` are settings, as for `LLM`."""
+    """A loaded model with its engine thread. `model`, `adapters` and `knobs` are those of `LLM`."""
 
-    def __init__(self, model: str | None = None, *, config: Config | None = None, **knobs: Any):
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: Config | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        **knobs: Any,
+    ):
         self.config = library_config(model, config, knobs)
         self._parts = open_engine(self.config)
+        for name, path in (adapters or {}).items():
+            self._parts.engine.adapters.load(self.edge.adapters, name, path)
         self._sinks: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
         self._thread = EngineThread(self._parts.engine, self._deliver, self._parts.grammars)
 

@@ -23,7 +23,7 @@ from quire.config_build import library_config
 from quire.edge import Chunk, Edge, Output, Prompt, Reply
 from quire.engine.host.driver import TRANSFER_SECONDS
 from quire.engine.host.interrupts import HeldInterrupts
-from quire.files.adapters import AdapterFiles, parse_adapters, read_adapter
+from quire.files.adapters import AdapterFiles, read_adapter
 from quire.files.pooling import read_pooling
 from quire.files.progress import Progress
 from quire.llm_sessions import LLMSessions
@@ -65,7 +65,7 @@ class LLM:
         self._closed = False
         self.sessions = LLMSessions(self.edge, self._run_session, lambda: self._engine.scheduler.cache)
         try:
-            for name, path in {**parse_adapters(self.config.adapters.adapter), **(adapters or {})}.items():
+            for name, path in (adapters or {}).items():
                 self.load_adapter(name, path)
         except BaseException:
             self.close()

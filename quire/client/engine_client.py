@@ -318,6 +318,7 @@ class EngineClient:
     def _handle_beat(self, beat: wire.Beat) -> None:
         self._beat_at = self._clock()
         self.throughput.record(beat.busy_seconds, beat.ended)
-        if beat.computed_tokens != self.beat.computed_tokens or not beat.running + beat.waiting + beat.held:
+        is_idle = beat.is_paused or not beat.running + beat.waiting + beat.held
+        if beat.computed_tokens != self.beat.computed_tokens or is_idle:
             self._progress_at = self._beat_at
         self.beat = beat

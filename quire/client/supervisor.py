@@ -23,8 +23,10 @@ from quire.client.link import EngineLink
 from quire.config import Config
 from quire.engine.host import wire
 from quire.engine.states import PROCESS_TRANSITIONS, Move, ProcessState, StateMachine
+from quire.files.adapters import NamedAdapters, is_unchanged
 from quire.machine import num_memory_kills
 from quire.types import QuireError
+from quire.types.control import ControlAction, ControlCommand, ControlReply
 from quire.types.sessions import SessionAction, SessionCommand, SessionInfo, SessionReply
 
 WATCH_SECONDS = 0.25
@@ -32,6 +34,7 @@ FIRST_WAIT_SECONDS = 0.1
 LONGEST_WAIT_SECONDS = 10.0
 CHECK_SECONDS = 30.0
 SESSION_SECONDS = 180.0
+CONTROL_SECONDS = 1800.0  # to load weights, which may be large
 KEPT_RECOVERIES = 1000
 LEVELS = {"gave_up": "error", "lost": "warning", "died_again": "warning", "started": "debug", "stopped": "debug"}
 # Errors of settings from which no engine can be built.
@@ -91,9 +94,11 @@ class Supervisor:
         self._link: EngineLink | None = None
         self._task: asyncio.Task[None] | None = None
         self._checks: dict[int, asyncio.Future[wire.IntegrityReport]] = {}
+        self._controls: dict[int, asyncio.Future[ControlReply]] = {}
         self._sessions: dict[int, asyncio.Future[SessionReply]] = {}
         self._numbers = itertools.count(1)
         self._memory_kills = num_memory_kills()
+        self.adapters = NamedAdapters()  # those that the next engine must have, too
         client.on_error = lambda request_id, code, what: self.errors.put("request", code, what, [request_id])
 
     # -- run ------------------------------------------------------------------------------------------------------
@@ -139,7 +144,8 @@ class Supervisor:
                 self.states.move("retry")
                 self.num_restarts += 1
                 try:
-                    self._attach(await self._start_link(self._next_settings(cause)))
+                    settings = await self._with_adapters(self._next_settings(cause))
+                    self._attach(await self._start_link(settings))
                 except QuireError as error:
                     cause = error
                     self.errors.put("engine", error.code, str(error))
@@ -186,6 +192,10 @@ class Supervisor:
                 answer = self._checks.pop(message.number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
+            elif isinstance(message, ControlReply):
+                control = self._controls.pop(message.number, None)
+                if control is not None and not control.done():
+                    control.set_result(message)
             elif isinstance(message, SessionReply):
                 waiting = self._sessions.pop(message.number, None)
                 if waiting is not None and not waiting.done():
@@ -247,6 +257,22 @@ class Supervisor:
         finally:
             self._sessions.pop(number, None)
 
+    async def control(self, action: ControlAction, **fields: Any) -> dict[str, Any]:
+        """Let the engine carry out a command; return its reply. Raises the engine's error."""
+        if self._link is None:
+            raise QuireError("engine_lost", "The engine is being replaced.", "Try again in a moment.")
+        number = next(self._numbers)
+        answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
+        self._controls[number] = answer
+        self._link.send(ControlCommand(number, action, fields))
+        try:
+            return (await asyncio.wait_for(answer, CONTROL_SECONDS)).result()
+        except TimeoutError:
+            what = f"The engine did not answer within {CONTROL_SECONDS:.0f} s."
+            raise QuireError("engine_hung", what, "Try again later.") from None
+        finally:
+            self._controls.pop(number, None)
+
     # -- after a loss ---------------------------------------------------------------------------------------------
 
     def _attach(self, link: EngineLink) -> None:
@@ -262,6 +288,10 @@ class Supervisor:
         self.cause = cause
         self.states.move("lost", str(cause))
         self.errors.put("engine", cause.code, str(cause))
+        for number in list(self._controls):
+            self._controls.pop(number).set_exception(
+                QuireError("engine_lost", "The engine was lost before it answered.", "Try again in a moment.")
+            )
         for number in list(self._sessions):
             self._sessions.pop(number).set_exception(
                 QuireError("engine_lost", "The engine was lost before it answered.", "Try again in a moment.")
@@ -275,6 +305,18 @@ class Supervisor:
         if quarantined:
             self._log("error", "quarantined", ids=",".join(quarantined))
         return cause
+
+    async def _with_adapters(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings with the adapters that are loaded now. One whose files have changed is left out: its
+        requests must not go on with other weights."""
+        named = self.adapters.needed(live.request.adapter for live in self.client.live.values())
+        changed = await asyncio.to_thread(lambda: [name for name, files in named.items() if not is_unchanged(files)])
+        for name in changed:
+            what = f"The adapter {name!r} has changed on disk, and is not loaded again."
+            self.errors.put("engine", "bad_adapter", what)
+        kept = ",".join(f"{name}={files.path}" for name, files in named.items() if name not in changed)
+        others = {name: value for name, value in settings.items() if name != "adapter"}
+        return {**others, "adapter": kept} if kept else others
 
     def _may_restart(self) -> bool:
         now = self._clock()

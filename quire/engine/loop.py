@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.adapters import AdapterHost, EngineAdapters, NoAdapters
+from quire.engine.adapters.registry import AdapterHost, EngineAdapters, NoAdapters
+from quire.engine.control import Controls
 from quire.engine.recovery import Bisection
 from quire.engine.scheduler import Scheduler
 from quire.engine.sessions import Sessions
@@ -72,6 +73,8 @@ class Engine:
         self.states: StateMachine[LoopState] = StateMachine(LoopState.IDLE, LOOP_TRANSITIONS)
         self._faults: list[StepFault] = []
         self.sessions = Sessions(lambda: self.scheduler.cache)
+        self.controls = Controls(self.adapters)
+        self.is_held = False  # no step is planned, because a command changes what steps compute, or the model sleeps
 
     def wrap(
         self, workers: Callable[[Workers], Workers], fill_masks: Callable[[FillMasks], FillMasks] | None = None
@@ -103,12 +106,14 @@ class Engine:
         """Call `wake`, from any thread, whenever a transfer between cache tiers has ended."""
         for store in self.scheduler.cache.stores:
             store.on_done = wake
-        self.sessions.on_done = wake
+        self.sessions.on_done = self.controls.on_done = wake
 
     @property
     def awaits_session(self) -> bool:
-        """Whether nothing is to be done but to wait for a session's files."""
-        return self.sessions.is_open and not self.has_work
+        """Whether nothing is to be done but to wait for the files of a session or a command."""
+        if self.is_held and not self._inflight:
+            return True
+        return (self.sessions.is_open or self.controls.is_open) and not self.has_work
 
     def wait_for_transfer(self, seconds: float) -> None:
         """Wait until a transfer between cache tiers has ended, at most so many seconds."""
@@ -172,7 +177,9 @@ class Engine:
             ticket: Ticket | None = None
             forward: Any = None
             started = 0.0
-            if len(self._inflight) < depth:
+            if self.is_held:
+                self.scheduler.expire()
+            elif len(self._inflight) < depth:
                 with span("plan"):
                     current = self.scheduler.plan()
                 if current is None and not self._inflight and self._bisection.active:
@@ -312,6 +319,7 @@ class Engine:
         for store in self.scheduler.cache.stores:
             store.close()
         self.sessions.close()
+        self.controls.close()
         self.workers.close()
         self.tracer.close()
 

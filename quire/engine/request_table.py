@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from quire.cache.index import CacheIndex
 from quire.cache.lease import lease_of
-from quire.engine.adapter_slots import AdapterSlots
+from quire.engine.adapters.slots import AdapterSlots
 from quire.engine.device_rows import RowPool
 from quire.engine.outcome import end_delta
 from quire.engine.policies import Order

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 
 from quire.cache.index import CacheIndex
-from quire.engine.adapter_slots import AdapterSlots
+from quire.engine.adapters.slots import AdapterSlots
 from quire.engine.candidates import Candidates, InOrder, PrefixAware
 from quire.engine.chunking import Chunking, choose_chunking
 from quire.engine.deferred_commit import DeferredCommit
@@ -96,6 +96,11 @@ class Scheduler:
         if request is not None:
             self._ended.append(self._end(request, reason))
 
+    def expire(self) -> None:
+        """End the requests whose deadline has passed."""
+        for request_id in self._deadlines.expired(self.clock()):
+            self.cancel(request_id, FinishReason.DEADLINE)
+
     def fail(self, request_id: str, error: QuireError) -> None:
         """End one request with an error; other requests are not affected."""
         request = self.requests.get(request_id)
@@ -141,8 +146,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """Plan the next step. Returns None if nothing can be planned before a step in flight commits."""
-        for request_id in self._deadlines.expired(self.clock()):
-            self.cancel(request_id, FinishReason.DEADLINE)
+        self.expire()
         self.table.loaded(self.cache.poll())
         plan = Plan(self.table.last_step + 1)
         self.cache.clear_scrubbed(plan)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -89,6 +89,14 @@ def read_adapter(path: str | Path) -> AdapterFiles:
         raise _bad(path, f"it can't be read ({error.strerror})", "Check the path and its permissions.") from None
 
 
+def is_unchanged(files: AdapterFiles) -> bool:
+    """Whether the files still have the adapter's digest."""
+    try:
+        return read_adapter(files.path).digest == files.digest
+    except QuireError:
+        return False
+
+
 def _digest(head: bytes, weights: Path) -> str:
     """Returns the digest of a config and a file's bytes."""
     hashed = blake2b(b"quire/adapter/1" + len(head).to_bytes(8, "little") + head, digest_size=DIGEST_BYTES)
@@ -162,6 +170,7 @@ class NamedAdapters:
         """`taken`: names of the base model."""
         self._taken = frozenset(taken)
         self._files: dict[str, AdapterFiles] = {}
+        self._nameless: dict[str, AdapterFiles] = {}  # by digest: those that lost their names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -196,13 +205,24 @@ class NamedAdapters:
         """Gives a name to an adapter; returns the one that had it."""
         before = self._files.get(name)
         self._files[name] = files
+        self._nameless.pop(files.digest, None)
+        if before is not None and not self.has_digest(before.digest):
+            self._nameless[before.digest] = before
         return before
 
     def remove(self, name: str) -> AdapterFiles:
         """Takes the name away; raises for an unknown one."""
         files = self[name]
         del self._files[name]
+        if not self.has_digest(files.digest):
+            self._nameless[files.digest] = files
         return files
+
+    def needed(self, digests: Iterable[str | None]) -> dict[str, AdapterFiles]:
+        """Returns all adapters with a name, and those without that open requests with these digests use."""
+        used = set(digests)
+        self._nameless = {digest: files for digest, files in self._nameless.items() if digest in used}
+        return self._files | {f"(unloaded) {digest}": files for digest, files in self._nameless.items()}
 
     def has_digest(self, digest: str) -> bool:
         """Whether any name is for the adapter with this digest."""

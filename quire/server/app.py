@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
 
+from quire.server.adapter_routes import adapters_router
 from quire.server.anthropic.routes import anthropic_router
 from quire.server.http.encoding import to_json
 from quire.server.http.errors import ApiError, dialect_of, error_response, from_quire_error, from_validation
@@ -54,6 +55,7 @@ def create_app(server: Server, version: str) -> ASGIApp:
         anthropic_router(server),
         text_router(server),
         sessions_router(server),
+        adapters_router(server),
         page_router(server),
         _document_router(app),
     )

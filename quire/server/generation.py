@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.client.engine_client import DeltaStream, EngineClient
 from quire.client.fleet import Fleet
@@ -42,6 +42,7 @@ class GenerationJob:
     route: str = ""
     request_id: str = ""  # for logs
     grammar_param: str | None = None  # the client's field to name in errors about the grammar
+    model: str | None = None  # the name that the client asked for, which may be an adapter's
     num_shown: int = 1  # how often the reply repeats each prompt's log-probabilities
     on_usage: Callable[[int], None] | None = None  # called with a sample's tokens, for the key's rate limit
 
@@ -78,6 +79,8 @@ class Generation:
         """Submit a job. Raises before submission if it is invalid or there is no room for it."""
         self.check_samples(len(job.prompts), job.params.n)
         self._check_reply(job)
+        if job.model is not None and job.model in self.edge.adapters:
+            job.params = replace(job.params, adapter=job.model)
         job.params = await self._prompts.resolve(job.params)  # once, for all prompts and samples
         timeout = min(job.timeout or self._config.request_timeout, self._config.request_timeout)
         # The client's id makes the engine's logs and traces searchable; the suffix makes the name unique.

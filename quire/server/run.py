@@ -27,6 +27,7 @@ from quire.client.supervisor import Supervisor, SupervisorLimits, link_starter
 from quire.config import Config
 from quire.config_build import engine_settings
 from quire.edge import Edge
+from quire.files.adapters import NamedAdapters, parse_adapters, read_adapter
 from quire.files.source import ModelFiles
 from quire.server.app import create_app
 from quire.server.chat import ChatPrompts
@@ -75,7 +76,12 @@ async def serve(
         start_link = link_starter(engine_command, config.server.start_timeout)
         client = EngineClient()
         supervisor = Supervisor(client, start_link, engine_settings(config), SupervisorLimits.of(config), log=log.write)
-        fleet = Fleet({served_names(config)[0]: [Replica("0", client, supervisor)]})
+        names = served_names(config)
+        adapters = supervisor.adapters = NamedAdapters(names)
+        for name, path in parse_adapters(config.adapters.adapter).items():
+            adapters.check_free(name)
+            adapters.put(name, await asyncio.to_thread(read_adapter, path))
+        fleet = Fleet({names[0]: [Replica("0", client, supervisor)]})
         starting = asyncio.create_task(work.start())
         await fleet.start()
         await starting
@@ -106,6 +112,7 @@ def make_server(config: Config, fleet: Fleet, tokenizer: Tokenizer, log: Log, se
         eos_ids=tuple(ready.eos_ids),
         defaults=ready.defaults,
         special_in_content=config.model.special_in_content,
+        adapters=fleet.lead.supervisor.adapters,
     )
     chat = ChatPrompts(edge, setup, work)
     metrics = Metrics()

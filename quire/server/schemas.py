@@ -68,6 +68,7 @@ LogitBias = Annotated[dict[str, float], BeforeValidator(_keep_one_wrong_bias)]
 class Service(Body):
     """Fields about the treatment of a request."""
 
+    model: Name | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None

@@ -66,12 +66,15 @@ class Server:
 
     def check_model(self, name: str | None) -> str:
         """The model name for the reply. `*` among the names accepts every name. Raises for an unknown model."""
+        if name is not None and name in self.edge.adapters:
+            return name
         if name is None or name in self.names:
             return name or self.name
         if "*" in self.names:
             return name
         shown = name if len(name) <= 200 else name[:197] + "..."
-        message = f"The model {shown!r} is not served here. This server has {', '.join(map(repr, self.names))}."
+        names = ", ".join(map(repr, [*self.names, *self.edge.adapters]))
+        message = f"The model {shown!r} is not served here. This server has {names}."
         raise ApiError(404, "model_not_found", message, "model")
 
     def note_failure(self, route: str, request_id: str, error: QuireError) -> None:

@@ -16,8 +16,8 @@ from quire.cache.index import CacheIndex
 from quire.cache.memory import MemoryPlan
 from quire.config import Config
 from quire.edge import Edge
-from quire.engine.adapter_slots import AdapterSlots
-from quire.engine.adapters import AdapterHost, NoAdapters
+from quire.engine.adapters.registry import AdapterHost, NoAdapters
+from quire.engine.adapters.slots import AdapterSlots
 from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.loop import Engine
@@ -26,6 +26,7 @@ from quire.engine.speculation.build import make_drafter
 from quire.engine.speculation.seam import Drafter
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.engine.workers import Workers
+from quire.files.adapters import parse_adapters
 from quire.files.progress import Progress, QuietProgress
 from quire.files.source import ModelFiles
 from quire.kernels.table import (
@@ -115,6 +116,8 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
         special_in_content=config.model.special_in_content,
         tool_format=config.server.tool_format,
     )
+    for name, path in parse_adapters(config.adapters.adapter).items():
+        engine.adapters.load(edge.adapters, name, path)
     grammars = _grammar_queue(tokenizer, eos_ids, running.vocab_size)
     return Assembly(engine, edge, memory, files, running.dtype, grammars)
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from quire.engine.adapter_slots import AdapterSlots
+from quire.engine.adapters.slots import AdapterSlots
 from quire.types import Plan, QuireError, Request, SamplingParams
 
 SEED = int(os.environ.get("TEST_SEED", "7"))

@@ -17,6 +17,7 @@ from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.host.wire import MAX_TEXT, IntegrityCheck, IntegrityReport
 from quire.engine.loop import SESSION_WAIT_SECONDS, Engine, StepFault
 from quire.types import Delta, FinishReason, QuireError, Request, Usage, is_out_of_memory
+from quire.types.control import ControlCommand, ControlReply
 from quire.types.sessions import SessionCommand, SessionReply
 
 TRANSFER_SECONDS = 0.25  # maximum wait for a transfer between cache tiers, after which deadlines are looked at
@@ -38,8 +39,8 @@ class Wake:
     """A transfer between cache tiers has ended."""
 
 
-Message = Request | Cancel | Stop | Wake | IntegrityCheck | SessionCommand
-Report = StepFault | IntegrityReport | TierFault | SessionReply
+Message = Request | Cancel | Stop | Wake | IntegrityCheck | SessionCommand | ControlCommand
+Report = StepFault | IntegrityReport | TierFault | SessionReply | ControlReply
 
 
 class Mailbox(Protocol):
@@ -89,6 +90,8 @@ class EngineDriver:
                     self._mailbox.report(tier_fault)
                 for reply in self._engine.sessions.poll():
                     self._mailbox.report(reply)
+                for control_reply in self._engine.controls.poll():
+                    self._mailbox.report(control_reply)
                 if self._engine.has_work:
                     self._engine.turn(self._send)
                     for fault in self._engine.take_faults():
@@ -130,6 +133,8 @@ class EngineDriver:
                 continue
             elif isinstance(message, SessionCommand):
                 self._engine.sessions.start(message)
+            elif isinstance(message, ControlCommand):
+                self._engine.controls.start(message)
             elif isinstance(message, IntegrityCheck):
                 self._mailbox.report(check_engine(self._engine, message.number))
             else:

@@ -28,6 +28,7 @@ from quire.engine.host.frames import MAX_FRAME, FrameReader, FrameWriter
 from quire.engine.loop import Engine, StepFault
 from quire.engine.trace import FileTracer
 from quire.types import Delta, QuireError
+from quire.types.control import ControlCommand
 from quire.types.sessions import SessionCommand
 
 BEAT_SECONDS = 0.25  # minimum interval of beats while steps run
@@ -212,7 +213,7 @@ class SocketMailbox:
             return [Cancel(name) for name in message.ids]
         if isinstance(message, wire.StopEngine):
             return [Stop()]
-        if isinstance(message, wire.IntegrityCheck | SessionCommand):
+        if isinstance(message, wire.IntegrityCheck | SessionCommand | ControlCommand):
             return [message]
         raise QuireError("bad_message", "The engine received a second start message.")
 
@@ -277,6 +278,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         transitions=dict(engine.states.counts),
         at=scheduler.clock(),
         speculation=scheduler.speculation,
+        is_paused=engine.is_held,
         tiers=[wire.TierUsage(name, **asdict(stats)) for name, stats in cache.tier_stats()],
         loading=loading,
         loaded_tokens=cache.stats.loaded_tokens,

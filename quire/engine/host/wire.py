@@ -17,6 +17,7 @@ from quire.engine.host.frames import decode_payload, encode_payload
 from quire.engine.limits import KEPT_STEPS, SpeculationStats, StepShape
 from quire.types import Delta, GrammarSpec, QuireError, Request, SamplingParams
 from quire.types.bounds import MAX_ERROR, MAX_VALUES, RequestId, TokenIds
+from quire.types.control import ControlCommand, ControlReply
 from quire.types.sessions import SessionCommand, SessionReply
 
 MARK = b"Qr"
@@ -80,7 +81,7 @@ class IntegrityCheck(msgspec.Struct, tag="check", array_like=True, frozen=True):
     number: int
 
 
-ToEngine = Start | Submit | CancelMany | StopEngine | IntegrityCheck | SessionCommand
+ToEngine = Start | Submit | CancelMany | StopEngine | IntegrityCheck | SessionCommand | ControlCommand
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From the engine
@@ -170,6 +171,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     at: float = 0.0  # time of sending on the machine's monotonic clock, since a busy reader receives several at once
     speculation: SpeculationStats | None = None  # None without it
     tiers: Annotated[list[TierUsage], Meta(max_length=16)] = []  # below the device; empty without a host cache
+    is_paused: bool = False  # no step is planned: the model sleeps, or its weights are replaced
     loading: int = 0  # requests that wait for blocks of a store
     loaded_tokens: int = 0  # hit tokens that came from a tier below the device
     refused_loads: int = 0  # loads that computing was expected to beat
@@ -192,7 +194,7 @@ class IntegrityReport(msgspec.Struct, tag="checked", array_like=True, frozen=Tru
     num_leaked: int  # units that neither a request nor the prefix tree holds
 
 
-FromEngine = EngineReady | Failed | Deltas | Beat | Fault | IntegrityReport | SessionReply
+FromEngine = EngineReady | Failed | Deltas | Beat | Fault | IntegrityReport | SessionReply | ControlReply
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bytes

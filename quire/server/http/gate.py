@@ -24,6 +24,7 @@ from quire.server.state import Server
 from quire.server.streams.kept_streams import EVENT_ID
 
 PROBES = frozenset({"/health", "/ping", "/healthz", "/readyz"})
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # besides those below /admin
 OPEN_PATHS = frozenset({"/", "/favicon.ico"})
 OPEN_FOLDER = "/page/"
 # Of a repeated header one reader may take the first and another the last value.
@@ -179,7 +180,7 @@ class _GatedRequest:
         scope["state"]["owner"] = owner_of_key(key)
         if path in PROBES or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return
-        if path == "/admin" or path.startswith("/admin/"):
+        if path == "/admin" or path.startswith("/admin/") or path in ADMIN_PATHS:
             if not server.admin_keys:
                 raise ApiError(403, "admin_closed", "The admin routes are closed. Start the server with --admin-key.")
             self._demand(server.admin_keys.opens(key), key, "admin key")

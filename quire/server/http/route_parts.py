@@ -45,6 +45,7 @@ def job_of(request: Request, body: Service, prompts: list[list[int]], params: Sa
         salt=cache_salt(request, body.salt()),
         route=route_label(request.scope),
         request_id=request.state.request_id,
+        model=body.model,
         on_usage=None if budget is None else budget.take_tokens,
     )
 

@@ -29,7 +29,8 @@ def openai_router(server: Server) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_body(server, name) for name in server.names if name != "*"]}
+        names = [*(name for name in server.names if name != "*"), *server.edge.adapters]
+        return {"object": "list", "data": [model_body(server, name) for name in names]}
 
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> dict[str, Any]:
@@ -100,10 +101,15 @@ def check_stream(body: OpenAISampling) -> None:
 
 
 def model_body(server: Server, name: str) -> dict[str, Any]:
+    adapters = server.edge.adapters
+    more: dict[str, Any] = {}
+    if name in adapters:
+        more = {"parent": server.name, "root": str(adapters[name].path), "digest": adapters[name].digest}
     return {
         "id": name,
         "object": "model",
         "created": server.created,
         "owned_by": "quire",
         "max_model_len": server.edge.max_len,
+        **more,
     }

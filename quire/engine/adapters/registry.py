@@ -7,10 +7,11 @@ weights. An adapter that is to be removed while requests use it leaves with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
-from quire.engine.adapter_slots import AdapterSlots
-from quire.files.adapters import AdapterFiles
+from quire.engine.adapters.slots import AdapterSlots
+from quire.files.adapters import AdapterFiles, NamedAdapters, read_adapter
 from quire.types import QuireError, Request
 
 
@@ -56,16 +57,28 @@ class EngineAdapters:
         self.slots.known.add(digest)
         self._leaving.discard(digest)
 
+    def load(self, names: NamedAdapters, name: str, path: str | Path) -> None:
+        """Read an adapter, accept requests with it, and give it a name. Only before the engine runs."""
+        names.check_free(name)
+        files = read_adapter(path)
+        self.read(files)
+        self.register(files.digest)
+        names.put(name, files)
+
     def remove(self, digest: str) -> int:
         """Remove an adapter, at once or after the last open request that uses it. Returns the number of these."""
         if digest not in self.slots.known:
             return 0
-        num_users = sum(request.adapter == digest for request in self._requests())
+        num_users = self.num_users(digest)
         if num_users or self.slots.is_used(digest):
             self._leaving.add(digest)
         else:
             self._drop(digest)
         return num_users
+
+    def num_users(self, digest: str) -> int:
+        """Number of open requests that use the adapter."""
+        return sum(request.adapter == digest for request in self._requests())
 
     def drop_unused(self) -> None:
         """Drop removed adapters whose last request has ended and left its row."""

@@ -1,0 +1,1 @@
+"""The adapters of an engine: which it has (`registry`), and which of them the device holds (`slots`)."""

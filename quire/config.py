@@ -179,6 +179,7 @@ class ParallelConfig:
     """How a model is shared out over several ranks."""
 
     tp: int = knob(1, "tensor-parallel ranks: processes that share every layer", low=1, high=64)
+    pp: int = knob(1, "pipeline stages: processes that each have some of the layers", low=1, high=64)
     rank_timeout: float = knob(30.0, "seconds after which a rank that does not answer counts as lost", low=0.1)
 
 

@@ -87,7 +87,8 @@ class MemoryPlan:
 
 
 def unit_bytes(spec: CacheSpec) -> int:
-    return spec.unit_elements * DTYPE_BYTES[spec.dtype]
+    """Returns the bytes of a page or slot: at least one, for a pipeline stage that has no layer of this group."""
+    return max(1, spec.unit_elements * DTYPE_BYTES[spec.dtype])
 
 
 def plan_memory(

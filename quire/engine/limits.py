@@ -29,6 +29,7 @@ class SchedulerLimits:
     prefix_wait: float | None = None  # seconds a request waits for others whose prefix is cached; None: it never does
     step_target_seconds: float | None = None
     depth: int = 1
+    stages: int = 1  # of the pipeline, among which running requests are spread
 
 
 class StepShape(NamedTuple):
@@ -104,6 +105,20 @@ class SchedulerStats:
     prompt_rows: int = 0  # rows that computed prompt tokens
     prompt_tokens: int = 0  # computed tokens of prompts; the other computed tokens were sampled
     recent: deque[StepShape] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    stage_busy: list[float] = field(default_factory=list)  # seconds that each pipeline stage computed
+    stage_seconds: float = 0.0  # time in which those steps were in flight
+
+    def count_stages(self, busy: list[float], seconds: float) -> None:
+        """Count how long each pipeline stage computed a step that took `seconds` of the pipeline's time."""
+        if busy:
+            self.stage_busy = [a + b for a, b in zip(self.stage_busy or [0.0] * len(busy), busy, strict=True)]
+            self.stage_seconds += seconds
+
+    def idle_shares(self) -> list[float]:
+        """Return for each pipeline stage the share of the time that it waited for others; empty without stages."""
+        if not self.stage_seconds:
+            return []
+        return [max(0.0, 1 - busy / self.stage_seconds) for busy in self.stage_busy]
 
     def count(self, plan: Plan, prompt_rows: int, prompt_tokens: int) -> None:
         """Count a planned step."""

@@ -234,6 +234,7 @@ class Engine:
         self._inflight.popleft()
         done = self.scheduler.clock()
         seconds = done - max(started, self._last_done)  # a step runs once the previous one is done
+        self.scheduler.stats.count_stages(output.busy, seconds)
         self.scheduler.observe(plan, max(seconds - output.draft_seconds, 0.0), output.draft_seconds)
         self._last_done = done
         try:

@@ -157,6 +157,8 @@ class Scheduler:
             behind = len(request.tokens) + request.pending - request.planned
             if behind > 0 and self._may_run(request):
                 (decodes if behind == 1 + request.num_replayed else prefills).append(request)
+        if self.limits.stages > 1:  # rows of one step leave the other stages idle, so they are spread over several
+            del decodes[-(-len(self.running) // self.limits.stages) :]
         budget = self._chunking.budget(len(decodes), prefills[0].planned if prefills else 0)
         budget = min(budget, self.step_cap)
         has_prompts = bool(prefills) or bool(self.waiting)

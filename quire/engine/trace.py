@@ -86,6 +86,10 @@ class FileTracer(Tracer):
         self._emit({"name": "requests", "ph": "C", "ts": ts, "args": queues})
         self._emit({"name": "batch tokens", "ph": "C", "ts": ts, "args": {"tokens": plan.num_tokens}})
         self._emit({"name": "free cache units", "ph": "C", "ts": ts, "args": free})
+        shares = scheduler.stats.idle_shares()
+        if shares:
+            idle = {f"stage {stage}": round(share, 4) for stage, share in enumerate(shares)}
+            self._emit({"name": "idle share of stages", "ph": "C", "ts": ts, "args": idle})
 
     def begin_request(self, request: Request) -> None:
         event = {

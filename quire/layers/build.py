@@ -1,7 +1,7 @@
 """`Build`: all that a model's modules need to know when they are built, besides the model's own config.
 
 The loader makes one and passes it to a family, which passes it to every layer. Nothing else reaches a layer: types,
-kernels, the scheme of each tensor, the group of ranks and the range of layers all come from here.
+kernels, the scheme of each tensor and the group of ranks all come from here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Build:
     communicator: Communicator = ALONE  # the ranks that share each layer
     packing: str = ""  # how keys and values are packed, see `CacheSpec`; "": they are of `cache_dtype`
     whole_layers: frozenset[int] = frozenset()  # layers whose keys and values are not packed
-    layers: range | None = None  # the consecutive layers to build; None: all
 
     @classmethod
     def plain(cls, dtype: torch.dtype, ops: Ops, scheme: Scheme | None = None) -> Build:
@@ -47,17 +46,9 @@ class Build:
         """Returns the build of layers that all have this scheme."""
         return replace(self, schemes=Schemes(scheme))
 
-    def with_layers(self, layers: range) -> Build:
-        """Returns the build of these layers of a model alone."""
-        return replace(self, layers=layers)
-
     def with_communicator(self, communicator: Communicator) -> Build:
         """Returns the build of one rank of this group."""
         return replace(self, communicator=communicator)
-
-    def layers_of(self, num_layers: int) -> range:
-        """Returns the layers to build of a model with `num_layers` layers."""
-        return range(num_layers) if self.layers is None else self.layers
 
     # -- this rank's share of a layer -------------------------------------------------------------------------------
 

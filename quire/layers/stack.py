@@ -122,29 +122,31 @@ def _plan_norm(norm: Norm | None) -> NormPlan | None:
 
 def make_stack(
     ops: Ops,
-    embedding: Embedding,
+    embedding: Embedding | None,
     layers: Sequence[LayerPlan],
-    norm: Norm,
+    norm: Norm | None,
     ropes: Sequence[Rope],
     attention: Attention,
     *,
     activation: str,
     has_gate: bool,
     is_parallel: bool,
+    takes_mean: bool,
+    eps: float,
     reduction: Hook | None = None,
 ) -> Stack:
     """Returns the stack of these layers. `attention`: that of any layer, for the settings that all layers share.
-    `reduction`: sums each block's output over ranks; None: one rank."""
+    `takes_mean`, `eps`: of all norms. `embedding`, `norm`: None in a pipeline
+    stage without them. `reduction`: sums each block's output over ranks; None: one rank."""
     from quire.kernels.native.stack import Stack, StackPlan
 
     assert ops.native is not None
-    last = _plan_norm(norm)
-    assert last is not None
     shape = attention.shape
     plan = StackPlan(
-        embedding=embedding.weight[0],  # type: ignore[arg-type]
+        embedding=None if embedding is None else embedding.weight[0],  # type: ignore[arg-type]
+        width=shape.width,
         layers=layers,
-        norm=last,
+        norm=_plan_norm(norm),
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -153,13 +155,13 @@ def make_stack(
         rope_scales=torch.tensor([rope.scale for rope in ropes]),
         activation=activation,
         has_gate=has_gate,
-        takes_mean=isinstance(norm, LayerNorm),
+        takes_mean=takes_mean,
         is_parallel=is_parallel,
         is_wide=isinstance(attention.qkv_norm, WideQKNorm),
-        eps=norm.eps,
+        eps=eps,
         attention_scale=attention.scale,
         softcap=shape.softcap,
-        embedding_scale=embedding.scale,
+        embedding_scale=1.0 if embedding is None else embedding.scale,
         residual_scale=attention.join.scale,
     )
     return Stack(ops.native, plan, reduction)

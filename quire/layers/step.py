@@ -55,6 +55,7 @@ class Step:
     samples: Samples | None = None  # None: the hidden states of all tokens are needed
     adapters: AdapterPool | None = None  # with the step's route; None: no token uses an adapter
     taps: Taps | None = None  # layers whose hidden states the caller reads; see `Model.num_tapped_layers`
+    stream: Tensor | None = None  # [tokens, width]: what the pipeline stage before this one left; None: the first stage
 
     def wanted(self, x: Tensor) -> Tensor:
         """Returns the rows of x [tokens, ...] that a model returns: all, or those of the sampled tokens."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from quire.kernels.table import Ops
 from quire.layers.build import Build
 from quire.layers.step import Step
-from quire.types import CacheSpec
+from quire.models.stages import Stage
+from quire.types import CacheSpec, QuireError
 
 if TYPE_CHECKING:
     from quire.models.mtp_head import HeadForm
@@ -61,6 +62,13 @@ class Model(Protocol):
     def start_notes(self) -> Sequence[str]:
         """Returns lines to show when the model starts, about what it does slower or otherwise than expected."""
         return ()
+
+    def take_stage(self, stage: Stage) -> None:
+        """Keeps the layers of one pipeline stage, before weights are real. The first stage keeps the embedding, the
+        last one the head; the others' `forward` takes `step.stream`, and those before the last return the stream."""
+        name = type(self).__name__.removesuffix("Model")
+        what = f"{name} models can't be divided into pipeline stages."
+        raise QuireError("unsupported_split", what, "Use --tp, or another model.", param="pp")
 
     def ignored_prefixes(self) -> tuple[str, ...]:
         """Returns prefixes of checkpoint tensors that the model does not need."""

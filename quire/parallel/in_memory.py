@@ -1,10 +1,12 @@
 """Groups of ranks that are threads of one process, for tests and for `quire bench ranks`.
 
-`make_group` returns one `Communicator` per rank. An operation waits until every rank has joined it.
+`make_group` returns one `Communicator` per rank, whose operations wait until every rank has joined them; `make_pipes`
+returns one `Pipe` per stage.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.native.hooks import Hook
 from quire.parallel.communicator import RankTimeout
+from quire.parallel.pipes import PipeTimeout
 
 T = TypeVar("T")
 
@@ -103,3 +106,35 @@ class ThreadCommunicator:
             number = meeting.joined[self._rank]
             missing = [rank for rank, joined in enumerate(meeting.joined) if joined < number]
             raise RankTimeout(missing, operation, number, meeting.seconds) from None
+
+
+def make_pipes(count: int, seconds: float = 60.0) -> list[ThreadPipe]:
+    """Returns the pipes of `count` stages. `seconds`: deadline of receiving."""
+    queues = {(a, b): queue.Queue[Tensor]() for a in range(count) for b in range(count) if a != b}
+    return [ThreadPipe(stage, count, queues, seconds) for stage in range(count)]
+
+
+class ThreadPipe:
+    """Implements `Pipe`."""
+
+    def __init__(self, stage: int, count: int, queues: dict[tuple[int, int], queue.Queue[Tensor]], seconds: float):
+        self._stage, self._count = stage, count
+        self._queues = queues  # (from stage, to stage) -> tensors on their way
+        self._seconds = seconds
+
+    @property
+    def stage(self) -> int:
+        return self._stage
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._queues[self._stage, to].put(x.clone())
+
+    def receive(self, source: int) -> Tensor:
+        try:
+            return self._queues[source, self._stage].get(timeout=self._seconds)
+        except queue.Empty:
+            raise PipeTimeout(source, f"sent nothing within {self._seconds:g} s") from None

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 
 from quire.cache.memory import MemoryPlan
 from quire.engine.workers import DeviceLost
+from quire.parallel.mesh import Mesh
 from quire.parallel.shared_memory import GroupMemory, create_group_memory
 from quire.ranks import messages
 from quire.ranks.group import RankGroup
@@ -31,6 +33,8 @@ class _Rank:
     """One rank's process and its socket."""
 
     number: int
+    stage: int
+    index: int  # among the ranks that share its stage's layers
     process: subprocess.Popen[bytes]
     frames: FrameSocket
 
@@ -52,27 +56,45 @@ class _Rank:
 class LocalRanks:
     """The ranks of one group, as processes of this machine. Implements what `RankGroup` needs to close them."""
 
-    def __init__(self, settings: Mapping[str, Any], size: int, seconds: float):
+    def __init__(self, settings: Mapping[str, Any], mesh: Mesh, seconds: float):
         """Starts the processes, which load the model, and waits until all have. `settings`: those of the engine;
         `seconds`: deadline of each operation of the group."""
-        path = create_group_memory(size)
-        self._seconds = seconds
+        self._settings, self._mesh, self._seconds = dict(settings), mesh, seconds
         self._ranks: list[_Rank] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="quire-ranks-")  # of this user only; holds the pipes' sockets
+        self._secret = os.urandom(32)
+        paths = [create_group_memory(mesh.tp) for _ in range(mesh.pp)]  # one for each stage
         try:
-            self._memory = GroupMemory(path)
-            self._ranks = [_start(number) for number in range(size)]
+            self._memories = [GroupMemory(path) for path in paths]
+            self._ranks = [_start(number, *mesh.place(number)) for number in range(mesh.size)]
             for rank in self._ranks:
-                start = StartRank(
-                    settings=dict(settings), rank=rank.number, size=size, memory=str(path), seconds=seconds
-                )
-                rank.frames.write(messages.encode(start))
+                rank.frames.write(messages.encode(self._start_message(rank, paths[rank.stage])))
             deadline = time.monotonic() + START_SECONDS
             self.loaded = [_expect(rank.receive(deadline), RankLoaded) for rank in self._ranks]
         except BaseException:
             self.close()
             raise
         finally:
-            path.unlink()
+            for path in paths:
+                path.unlink()
+
+    def _start_message(self, rank: _Rank, memory: Path) -> StartRank:
+        pipes = {stage: [self._address(stage, rank.index)] for stage in range(self._mesh.pp)}
+        return StartRank(
+            settings=self._settings,
+            rank=rank.index,
+            size=self._mesh.tp,
+            memory=str(memory),
+            seconds=self._seconds,
+            stage=rank.stage,
+            stages=self._mesh.pp,
+            num_ranks=self._mesh.size,
+            pipes=pipes if self._mesh.pp > 1 else {},
+            secret=self._secret,
+        )
+
+    def _address(self, stage: int, index: int) -> str:
+        return f"unix:{self._folder.name}/{self._mesh.rank(stage, index)}"
 
     def agree(self) -> MemoryPlan:
         """Lets all ranks allocate a cache of as many units as fit on each, and returns the first rank's plan of it."""
@@ -97,7 +119,7 @@ class LocalRanks:
             SocketRankConnection(rank.number, rank.frames, self._seconds + 1, self._describe, self._look)
             for rank in self._ranks
         ]
-        return RankGroup(connections, answering=0, on_close=self.close)
+        return RankGroup(connections, answering=self._mesh.answering, on_close=self.close)
 
     @property
     def pids(self) -> list[int]:
@@ -114,6 +136,7 @@ class LocalRanks:
             if rank.process.poll() is None:
                 rank.process.kill()
                 rank.process.wait()
+        self._folder.cleanup()
 
     def _look(self) -> None:
         """Raises `DeviceLost` if a rank has ended or its process is stopped."""
@@ -126,7 +149,8 @@ class LocalRanks:
 
     def _describe(self, number: int) -> str:
         """Returns where a rank is and which ranks are alive, as the end of a sentence."""
-        place = self._memory.position(number)
+        rank = self._ranks[number]
+        place = self._memories[rank.stage].position(rank.index)
         dead = [str(rank.number) for rank in self._ranks if rank.process.poll() is not None]
         others = f"; ended: rank {', '.join(dead)}" if dead else ""
         return f"(step {place.step}, operation {place.joined}{others})"
@@ -141,7 +165,7 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
-def _start(number: int) -> _Rank:
+def _start(number: int, stage: int, index: int) -> _Rank:
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "quire.startup.rank_process", str(theirs.fileno())]
@@ -149,7 +173,7 @@ def _start(number: int) -> _Rank:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=environment
         )
-    return _Rank(number, process, FrameSocket(ours))
+    return _Rank(number, stage, index, process, FrameSocket(ours))
 
 
 def _expect(message: FromRank, kind: type[Any]) -> Any:

@@ -13,16 +13,22 @@ from quire.types import QuireError
 Text = Annotated[str, Meta(max_length=4096)]
 Rank = Annotated[int, Meta(ge=0, lt=64)]
 Units = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)]
+Addresses = Annotated[dict[Rank, Annotated[list[Text], Meta(max_length=4)]], Meta(max_length=64)]
 
 
 class StartRank(msgspec.Struct, tag="start", kw_only=True):
     """Engine to rank: which rank of which model it is."""
 
     settings: dict[str, Any]
-    rank: Rank
-    size: Rank
-    memory: Text  # path of the group's shared memory
+    rank: Rank  # index among those that share its layers
+    size: Rank  # number of ranks that share its layers
+    memory: Text  # path of the shared memory of these
     seconds: float  # deadline of operations of the group
+    stage: Rank = 0
+    stages: Rank = 1
+    num_ranks: Rank = 1  # of the group on this machine
+    pipes: Addresses = {}  # stage -> addresses of the rank with this index there
+    secret: Annotated[bytes, Meta(max_length=64)] = b""  # that ranks prove to each other
 
 
 class RankLoaded(msgspec.Struct, tag="loaded", kw_only=True):

@@ -6,6 +6,7 @@ A rank that fails sends a `RankFailure` and ends, because its place in the group
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 from quire.engine.host.step_messages import StepMasks, StepWriter, workers_reader
 from quire.engine.workers import Workers
+from quire.runtime.stage_runner import StageInput, StageRunner
 from quire.types import Plan
 
 
@@ -30,6 +32,7 @@ class RankLink(Protocol):
 class _Forwarded:
     plan: Plan
     forward: Any
+    seconds: float  # of the forward pass, without waiting for another stage
 
 
 @dataclass(slots=True)
@@ -40,6 +43,7 @@ class RankLoop:
     link: RankLink
     answers: bool  # whether this rank's outputs are the group's
     on_step: Callable[[int], None] = lambda step: None  # called with the number of each step before it runs
+    stage: StageInput | None = None  # where the stream comes from, on the last stage of a pipeline
     _unsampled: deque[_Forwarded] = field(default_factory=deque)  # forward passes whose masks have not come
 
     def run(self) -> None:
@@ -49,7 +53,7 @@ class RankLoop:
             message = reader.read(frame)
             if isinstance(message, Plan):
                 self.on_step(message.step)
-                self._unsampled.append(_Forwarded(message, self.workers.forward(message)))
+                self._unsampled.append(self._forward(message))
                 if message.may_mask:
                     continue
                 masks = None
@@ -57,6 +61,35 @@ class RankLoop:
                 assert isinstance(message, StepMasks)
                 masks = message.masks
             step = self._unsampled.popleft()
+            before = time.perf_counter()
             output = self.workers.sample(step.forward, masks).wait()
+            if self.stage is not None and step.plan.rows:
+                output.busy = self.stage.times(step.seconds + time.perf_counter() - before).tolist()
             if self.answers:
                 self.link.write(writer.write(output))
+
+    def _forward(self, plan: Plan) -> _Forwarded:
+        before = time.perf_counter()
+        forward = self.workers.forward(plan)
+        seconds = time.perf_counter() - before
+        if self.stage is not None and plan.rows:
+            seconds -= self.stage.waited
+        return _Forwarded(plan, forward, seconds)
+
+
+@dataclass(slots=True)
+class StageLoop:
+    """Executes the plans of an engine on a pipeline stage before the last, which answers nothing."""
+
+    runner: StageRunner
+    link: RankLink
+    on_step: Callable[[int], None] = lambda step: None
+
+    def run(self) -> None:
+        """Runs until the link ends."""
+        reader = workers_reader()
+        while (frame := self.link.read()) is not None:
+            message = reader.read(frame)
+            if isinstance(message, Plan):  # masks are for the last stage
+                self.on_step(message.step)
+                self.runner.run(message)

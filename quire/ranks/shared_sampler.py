@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.parallel import Communicator
+from quire.parallel.pipes import Pipe
+from quire.runtime.stage_runner import BAD
 from quire.sampling.batch import Batch, Histories
-from quire.sampling.sampler import Sampled, Sampler
-
-BAD = -1  # stands for the token of a sample that can't be drawn
+from quire.sampling.sampler import Sampled, Sampler, TokenSampler
 
 
 class SharedSampler:
@@ -34,3 +34,18 @@ class SharedSampler:
         tokens = self._communicator.broadcast(empty, self._source)
         bad = tokens == BAD
         return Sampled(tokens.masked_fill(bad, 0), bad, None)
+
+
+class StageSampler:
+    """Samples on the last stage of a pipeline and sends the tokens to the stages before it."""
+
+    def __init__(self, sampler: TokenSampler, pipe: Pipe):
+        self._sampler = sampler
+        self._pipe = pipe
+
+    def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
+        sampled = self._sampler.sample(logits, batch, histories, mask)
+        tokens = torch.where(sampled.bad, BAD, sampled.tokens)
+        for stage in range(self._pipe.count - 1):
+            self._pipe.send(tokens, stage)
+        return sampled

@@ -6,7 +6,7 @@ device comes from the plans, in their order, so results do not depend on how far
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -76,8 +76,10 @@ class Runner:
         proposals: Proposals | None = None,
         rejection: Rejection | None = None,
         adapters: DeviceAdapters | None = None,
+        incoming: Callable[[], Tensor | None] = lambda: None,
         max_batch_tokens: int = 0,
     ):
+        """`incoming`: returns the residual stream of the next step from the pipeline stage before this one."""
         self._model = model
         self._max_batch_tokens = max_batch_tokens
         self.store = store
@@ -90,6 +92,7 @@ class Runner:
         self._proposals = proposals
         self._rejection = rejection
         self.adapters = adapters
+        self._incoming = incoming
         self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, number of alternatives)
         self._pooling: dict[int, Pooling] = {}  # row -> its hidden states pooled up to now
 
@@ -146,6 +149,7 @@ class Runner:
         gathered = self._rows.gather(plan, samples.bounds if samples_only else None)
         step = gathered.step
         step.adapters = None if self.adapters is None else self.adapters.active
+        step.stream = self._incoming()
         hidden = self._model.forward(step, self.store.tensors)  # [tokens, width], or [samples, width]
         self.store.apply(plan.snapshots)
         scores, pooled = self._prompt_logprobs(plan, hidden), self._pool(plan, hidden)

@@ -78,6 +78,8 @@ class CacheStore:
 
     def _apply_run(self, run: list[Copy]) -> None:
         kind, group = run[0].kind, run[0].group
+        if not self.specs[group].layers:
+            return  # a pipeline stage that has none of this group's layers
         dim = _unit_dim(self.specs[group])
         device = _as_bytes(self._device[group])
         targets = torch.tensor([c.target for c in run], device="cpu")
@@ -163,6 +165,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype)
     try:
         memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

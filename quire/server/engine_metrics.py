@@ -82,6 +82,8 @@ class EngineCollector:
         free = [((group.name,), float(group.num_available)) for group in beat.groups]
         yield _gauge("quire_engine_cache_units", "Pages or slots of a group", total, "group")
         yield from _tiers(beat.tiers)
+        idle = [((str(stage),), share) for stage, share in enumerate(beat.stage_idle)]
+        yield _gauge("quire_engine_stage_idle", "Share of the time that a pipeline stage waited", idle, "stage")
         yield from _speculation(beat.speculation or SpeculationStats())
         yield _gauge(
             "quire_engine_cache_available", "Pages or slots that are free or only in the prefix cache", free, "group"

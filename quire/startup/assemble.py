@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.cache.index import CacheIndex
 from quire.cache.memory import MemoryPlan
@@ -136,7 +137,7 @@ class RunningModel:
 
 def _run_ranks(config: Config, device: torch.device) -> RunningModel | None:
     """Returns the engine of a group of ranks; None: the model runs in this process."""
-    if config.parallel.tp == 1:
+    if config.parallel.tp == config.parallel.pp == 1:
         return None
     ranks = start_ranks(config)
     replays = any(spec.kind == "state" for spec in ranks.memory.specs)
@@ -301,7 +302,7 @@ def engine_of(
 
 
 def _why_no_adapters(config: Config) -> str:
-    if config.parallel.tp > 1:
+    if config.parallel.tp > 1 or config.parallel.pp > 1:
         return "Adapters need a model that one rank computes alone."
     if config.engine.deterministic:
         return "Adapters have no deterministic products yet."
@@ -318,6 +319,7 @@ def build_runner(
     findings: Findings | None = None,
     draft: LoadedDraft | None = None,
     share_samples: Callable[[Sampler], TokenSampler] | None = None,
+    incoming: Callable[[], Tensor | None] = lambda: None,
     agree: Callable[[MemoryPlan], MemoryPlan] = lambda memory: memory,
     num_ranks: int = 1,
     places: Places | None = None,
@@ -325,7 +327,8 @@ def build_runner(
     """Returns what executes plans on this device, and the plan of its memory.
 
     For one of `num_ranks` ranks that share the device's memory: `share_samples` wraps the sampler, so that all ranks of
-    a group get the same tokens, and `agree` changes the memory plan to that of the group.
+    a group get the same tokens, `incoming` has the stream of the pipeline stage before this one, and `agree` changes
+    the memory plan to that of the group.
     """
     limits = resolve_limits(config, device)
     network = draft.network if draft is not None else None
@@ -363,6 +366,7 @@ def build_runner(
         proposals=proposals,
         rejection=Rejection(sampler, proposals) if by_rejection else None,
         adapters=_device_adapters(model, places, config, limits.max_rows, device),
+        incoming=incoming,
         max_batch_tokens=limits.max_batch_tokens,
     )
     return runner, memory

@@ -118,6 +118,8 @@ def resolve_limits(config: Config, device: torch.device) -> SchedulerLimits:
         )
         raise QuireError("invalid_parameter", what, "Raise max_batch_tokens or lower max_rows.", "max_batch_tokens")
     target = chosen["step_target_ms"] if scheduler.step_target_ms is None else scheduler.step_target_ms
+    pipelined = config.parallel.pp + 1 if config.parallel.pp > 1 else chosen["depth"]
+    depth = config.engine.depth or pipelined
     return SchedulerLimits(
         max_rows=max_rows,
         max_batch_tokens=max_batch_tokens,
@@ -128,7 +130,8 @@ def resolve_limits(config: Config, device: torch.device) -> SchedulerLimits:
         order=scheduler.order,
         prefix_wait=scheduler.prefix_wait if scheduler.admit == "prefix" else None,
         step_target_seconds=target / 1000 if target else None,
-        depth=config.engine.depth or chosen["depth"],
+        depth=depth,
+        stages=max(1, min(config.parallel.pp, depth - 1)),
     )
 
 

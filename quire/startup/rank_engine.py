@@ -10,6 +10,7 @@ from quire.config_build import engine_settings
 from quire.engine.speculation.build import parse_speculate
 from quire.engine.workers import Workers
 from quire.machine import read_machine
+from quire.parallel.mesh import Mesh
 from quire.ranks.launch import LocalRanks
 from quire.ranks.messages import RankLoaded
 from quire.startup.defaults import pick_device
@@ -26,29 +27,29 @@ class RunningRanks:
 
 
 def start_ranks(config: Config) -> RunningRanks:
-    """Returns the group of the config's tensor-parallel ranks."""
+    """Returns the group of the config's ranks."""
     check_ranks(config)
-    size = config.parallel.tp
-    threads = config.engine.threads or max(1, read_machine().num_usable_cores // size)
+    mesh = Mesh(config.parallel.tp, config.parallel.pp)
+    threads = config.engine.threads or max(1, read_machine().num_usable_cores // mesh.size)
     settings = {**engine_settings(config), "threads": threads}
-    ranks = LocalRanks(settings, size, config.parallel.rank_timeout)
+    ranks = LocalRanks(settings, mesh, config.parallel.rank_timeout)
     try:
         memory = ranks.agree()
     except BaseException:
         ranks.close()
         raise
-    return RunningRanks(ranks.group(), memory, ranks.loaded[0])
+    return RunningRanks(ranks.group(), memory, ranks.loaded[mesh.answering])
 
 
 def check_ranks(config: Config) -> None:
     """Raises an error for settings that a group of ranks does not have."""
     if pick_device(config.engine.device).type != "cpu":
-        raise _refuse("device", "Tensor-parallel ranks run on CPUs only", "Use --device cpu, or --tp 1.")
+        raise _refuse("device", "Several ranks run on CPUs only", "Use --device cpu, or one rank.")
     setting = parse_speculate(config.engine.speculate)
     if setting.draft_model is not None or setting.head:
-        raise _refuse("speculate", "A draft model does not run on several ranks", "Use other proposers, or --tp 1.")
+        raise _refuse("speculate", "A draft model does not run on several ranks", "Use other proposers, or one rank.")
     if config.engine.verify != "exact":
-        raise _refuse("verify", "Verification by rejection does not run on several ranks", "Use exact, or --tp 1.")
+        raise _refuse("verify", "Verification by rejection does not run on several ranks", "Use exact, or one rank.")
 
 
 def _refuse(name: str, what: str, hint: str) -> QuireError:

@@ -12,7 +12,6 @@ import socket
 import sys
 import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from quire.cache.memory import MemoryPlan
@@ -49,19 +48,24 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
     import torch
 
     from quire.models.loading.loader import load_model
+    from quire.models.stages import Stage
     from quire.parallel.shared_memory import GroupMemory, SharedMemoryCommunicator
-    from quire.ranks.rank_loop import RankLoop
-    from quire.ranks.shared_sampler import SharedSampler
-    from quire.startup.assemble import build_runner
+    from quire.parallel.socket_pipes import SocketPipe, listen
     from quire.startup.cache_plan import find_files
     from quire.startup.defaults import pick_device, resolve_page_tokens
+    from quire.startup.rank_runner import build_rank
 
     config = override_config(Config(), start.settings)
     device = pick_device(config.engine.device)
     torch.set_num_threads(config.engine.threads or 1)
     communicator = SharedMemoryCommunicator(GroupMemory(Path(start.memory)), start.rank, start.size, start.seconds)
+    pipe = None
+    if start.stages > 1:
+        server = listen(start.pipes[start.stage][0])
+        pipe = SocketPipe(start.stage, start.stages, server, start.secret, start.seconds)
+        pipe.open(0, start.pipes)
     with warnings.catch_warnings():
-        if start.rank:  # all ranks say the same about the model
+        if start.rank or start.stage:  # all ranks say the same about the model
             warnings.simplefilter("ignore")
         loaded = load_model(
             find_files(config, None),
@@ -76,6 +80,7 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
             deterministic=config.engine.deterministic,
             kernels=config.engine.kernels,
             communicator=communicator,
+            stage=Stage(start.stage, start.stages),
         )
 
     def agree(memory: MemoryPlan) -> MemoryPlan:
@@ -97,22 +102,24 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
         host = None if agreed.num_host_units is None else tuple(agreed.num_host_units)
         return replace(memory, num_units=tuple(agreed.num_units), num_host_units=host)
 
-    share = partial(SharedSampler, communicator=communicator, source=0)
-    runner, _ = build_runner(
+    loop = build_rank(
         loaded.model,
         config,
         loaded.max_model_len,
         device,
+        frames,
+        communicator,
+        pipe,
+        agree,
         weights=loaded.weights_bytes,
-        share_samples=share,
-        agree=agree,
-        num_ranks=start.size,
+        num_ranks=start.num_ranks,
+        on_step=communicator.enter_step,
     )
     if loaded.model.ops.native is not None:
         torch.set_num_threads(1)  # the native thread pool uses the cores
     frames.write(messages.encode(RankReady()))
     try:
-        RankLoop(runner, frames, answers=start.rank == 0, on_step=communicator.enter_step).run()
+        loop.run()
     finally:
         communicator.leave()
 

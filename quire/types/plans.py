@@ -193,4 +193,7 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     draft_chances: dict[int, Vector] = {}  # plan index -> the draft network's probability of each draft
     draft_seconds: float = 0.0  # time that the device took to propose them
     pooled: dict[int, Vector] = {}  # pooled hidden states of the prompt
+    busy: Annotated[
+        list[float], Meta(max_length=64)
+    ] = []  # seconds that each pipeline stage computed, if there are several
     bad_rows: Annotated[list[Count], Meta(max_length=MAX_VALUES)] = []  # rows for which no token could be sampled

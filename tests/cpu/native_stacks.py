@@ -92,6 +92,7 @@ class SmallStack:
         layers = [self.plan_layer(index) for index in range(LAYERS)]
         plan = StackPlan(
             embedding=self.pack(vocab),
+            width=WIDTH,
             layers=layers,
             norm=self.norm(),
             num_heads=HEADS,

@@ -55,9 +55,7 @@ def test_merged_tensors_can_not_differ(pattern: str) -> None:
 
 def test_a_derived_build_leaves_its_origin_alone() -> None:
     build = Build.plain(torch.float32, REFERENCE)
-    part, other = build.with_layers(range(1, 3)), build.with_scheme(Fp16Packed(REFERENCE))
-    assert part.layers_of(8) == range(1, 3)
-    assert build.layers_of(8) == other.layers_of(8) == range(8)
+    other = build.with_scheme(Fp16Packed(REFERENCE))
     assert isinstance(other.schemes.of("x.weight"), Fp16Packed) and isinstance(build.schemes.of("x.weight"), Dense)
     assert build.communicator.size == 1 and build.communicator.rank == 0
     x = torch.randn(2, 3)

@@ -7,9 +7,8 @@ end when the engine is closed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +17,51 @@ from quire.config import Config
 from quire.config_build import override_config
 from quire.engine.loop import Engine
 from quire.models.model import Model
-from quire.parallel.in_memory import ThreadCommunicator, make_group
+from quire.models.stages import Stage
+from quire.parallel.in_memory import ThreadCommunicator, make_group, make_pipes
+from quire.parallel.pipes import Pipe
 from quire.ranks.group import RankGroup
-from quire.ranks.rank_loop import RankLoop
-from quire.ranks.shared_sampler import SharedSampler
 from quire.ranks.thread_links import ThreadLink
-from quire.startup.assemble import build_runner, engine_of
+from quire.startup.assemble import engine_of
+from quire.startup.rank_runner import build_rank
 from tests.cpu.families.harness import CHUNK, PAGE_TOKENS, Case, Family, Witness, run
 from tests.cpu.rig import CPU, LateDevice, load
 
 MAX_LEN = 256
-SECONDS = 300.0  # deadline of an operation, on a machine that may be busy
+SECONDS = 60.0  # deadline of an operation, on a machine that may be busy
 
 
 class ThreadRanks:
     """The ranks of one checkpoint, with their models."""
 
-    def __init__(self, folder: Path, tp: int, page_tokens: int = PAGE_TOKENS, **how: Any):
-        self.communicators = make_group(tp, SECONDS)
-        self.models = [
-            load(folder, page_tokens, communicator=communicator, **how) for communicator in self.communicators
-        ]
+    def __init__(self, folder: Path, tp: int = 1, pp: int = 1, page_tokens: int = PAGE_TOKENS, **how: Any):
+        self.tp, self.pp = tp, pp
+        self.communicators: list[ThreadCommunicator] = []  # by rank: stage by stage
+        self.models: list[Model] = []
+        for stage in range(pp):
+            for communicator in make_group(tp, SECONDS):
+                self.communicators.append(communicator)
+                model = load(folder, page_tokens, communicator=communicator, stage=Stage(stage, pp), **how)
+                self.models.append(model)
         self._open: list[Engine] = []
 
     def engine(self, *, late: bool = False, drafter: Any = None, **knobs: Any) -> Engine:
         """Returns an engine whose workers are these ranks."""
         knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": PAGE_TOKENS,
-                 "step_target_ms": 0, "speculate": "off", **knobs}  # fmt: skip
+                 "step_target_ms": 0, "speculate": "off", "pp": self.pp, **knobs}  # fmt: skip
         config = override_config(Config(), knobs)
         agreement = Agreement(len(self.models))
         links = [ThreadLink(rank, SECONDS) for rank in range(len(self.models))]
-        for communicator, model, link in zip(self.communicators, self.models, links, strict=True):
-            arguments = (communicator, model, link, config, agreement)
+        pipes: list[Pipe | None] = [None] * self.tp
+        if self.pp > 1:
+            by_place = [make_pipes(self.pp, SECONDS) for _ in range(self.tp)]
+            pipes = [by_place[place][stage] for stage in range(self.pp) for place in range(self.tp)]
+        for communicator, pipe, model, link in zip(self.communicators, pipes, self.models, links, strict=True):
+            arguments = (communicator, pipe, model, link, config, agreement)
             threading.Thread(target=run_rank, args=arguments, name=f"rank {communicator.rank}", daemon=True).start()
         memory = agreement.wait()
-        engine = engine_of(RankGroup([link.engine for link in links], answering=0), memory, config, CPU, drafter)
+        group = RankGroup([link.engine for link in links], answering=self.tp * (self.pp - 1))
+        engine = engine_of(group, memory, config, CPU, drafter)
         if late:
             engine.workers = LateDevice(engine.workers)
         self._open.append(engine)
@@ -88,15 +97,16 @@ class Agreement:
 
 
 def run_rank(
-    communicator: ThreadCommunicator, model: Model, link: ThreadLink, config: Config, agreement: Agreement
+    communicator: ThreadCommunicator,
+    pipe: Pipe | None,
+    model: Model,
+    link: ThreadLink,
+    config: Config,
+    agreement: Agreement,
 ) -> None:
     """Runs one rank until its link ends. If it fails, so do the operations of the others."""
     try:
-        share: Callable[..., Any] = partial(SharedSampler, communicator=communicator, source=0)
-        runner, _ = build_runner(
-            model, config, MAX_LEN, CPU, share_samples=share, agree=agreement.agree, num_ranks=communicator.size
-        )
-        RankLoop(runner, link.rank, answers=communicator.rank == 0).run()
+        build_rank(model, config, MAX_LEN, CPU, link.rank, communicator, pipe, agreement.agree, num_ranks=8).run()
     except BaseException:
         communicator.leave()
         link.rank.end()
@@ -106,11 +116,11 @@ def run_rank(
 class GroupCase(Case):
     """A family on several ranks. What it must sample is what one rank samples."""
 
-    def __init__(self, one: Case, tp: int):
+    def __init__(self, one: Case, tp: int = 1, pp: int = 1):
         self.one = one
         self.family, self.folder, self.device = one.family, one.folder, one.device
         self.page_tokens, self.prompts, self.model = one.page_tokens, one.prompts, one.model
-        self.ranks = ThreadRanks(one.folder, tp)
+        self.ranks = ThreadRanks(one.folder, tp, pp)
 
     @cached_property
     def first_run(self) -> tuple[Engine, Witness, list[list[int]]]:

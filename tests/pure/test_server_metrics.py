@@ -39,6 +39,7 @@ def make_text() -> str:
         transitions={"turn": 5},
         tiers=[TierUsage("disk", num_bytes=4096, hits=3, corrupt=2)],
         loaded_tokens=48,
+        stage_idle=[0.25, 0.5],
         speculation=SpeculationStats([ProposerCounts("suffix", [9, 4], [7, 2], [5, 3], [4, 1], 2)], 1.5, 6, 0.004),
     )
     supervisor = Supervisor(client, lambda settings: None, {}, SupervisorLimits(1, 1.0, 1.0, None, "same"))
@@ -59,6 +60,7 @@ def test_engine_figures_come_from_the_last_beat() -> None:
     assert 'quire_engine_batch_tokens{engine="0"} 25.0' in text and 'quire_engine_running{engine="0"} 2.0' in text
     assert (
         'quire_engine_cache_available{engine="0",group="full"} 7.0' in text
+        and 'quire_engine_stage_idle{engine="0",stage="1"} 0.5' in text
         and 'quire_engine_up{engine="0"} 1.0' in text
     )
 

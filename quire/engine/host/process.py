@@ -283,6 +283,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         loading=loading,
         loaded_tokens=cache.stats.loaded_tokens,
         refused_loads=cache.tiers.num_refused if cache.tiers is not None else 0,
+        stage_idle=stats.idle_shares(),
     )
 
 

@@ -175,6 +175,8 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     loading: int = 0  # requests that wait for blocks of a store
     loaded_tokens: int = 0  # hit tokens that came from a tier below the device
     refused_loads: int = 0  # loads that computing was expected to beat
+    # Share of the time with steps in flight in which each pipeline stage waited; empty without stages.
+    stage_idle: Annotated[list[float], Meta(max_length=64)] = []
 
 
 class Fault(msgspec.Struct, tag="fault", array_like=True, frozen=True):

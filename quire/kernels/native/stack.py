@@ -19,6 +19,7 @@ from quire.kernels.native.library import (
     GroupDesc,
     LayerDesc,
     LinearDesc,
+    Matrix,
     MixtureDesc,
     Native,
     NormDesc,
@@ -58,9 +59,10 @@ class LayerPlan:
 class StackPlan:
     """Description of a dense decoder, with the fields of `DenseConfig`."""
 
-    embedding: PackedMatrix
+    embedding: PackedMatrix | None  # None: every step brings its vectors
+    width: int
     layers: Sequence[LayerPlan]
-    norm: NormPlan
+    norm: NormPlan | None  # None: a later pipeline stage has it
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -97,12 +99,12 @@ class Stack:
         self.native = native
         self._reduction = reduction
         self._plan = plan  # keeps the memory alive that the descriptors point to
-        self._width = plan.embedding.shape[1]
+        self._width = plan.width
         self._mixtures = [None if layer.mixture is None else layer.mixture.describe() for layer in plan.layers]
         layers = (_describe(*pair) for pair in zip(plan.layers, self._mixtures, strict=True))
         self._layers = (LayerDesc * len(plan.layers))(*layers)
         self._desc = StackDesc(
-            plan.embedding.desc,
+            Matrix() if plan.embedding is None else plan.embedding.desc,
             self._layers,
             len(plan.layers),
             _norm(plan.norm),

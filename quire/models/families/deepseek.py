@@ -31,6 +31,7 @@ from quire.models.families.moe_families import draft_layers, shared_beside_route
 from quire.models.loading.fields import above_zero, check_layer_types, check_silu, flag, number, whole
 from quire.models.model import Model
 from quire.models.mtp_head import HeadForm, deepseek_form
+from quire.models.stages import WHOLE, Stage, keep_layers
 from quire.types import QuireError
 
 EMBEDDING = "model.embed_tokens"
@@ -157,6 +158,7 @@ class DeepSeekModel(nn.Module, Model):
         self.config = config
         self._ignored_prefixes = config.ignored_tensors
         self.ops = build.ops
+        self.stage = WHOLE
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         shape = config.attention
@@ -201,16 +203,31 @@ class DeepSeekModel(nn.Module, Model):
         """
         plan = plan_attention(step, self.specs[0], caches["latent"], self.ops)
         angles = self.rope.angles(step.positions)
-        stream = self.embedding(step.tokens)
+        stream = self.embedding(step.tokens) if step.stream is None else step.stream
         for index, layer in enumerate(self.layers[:-1]):
             if step.taps is not None:
                 step.taps.keep(index, stream)
             stream = layer(stream, angles, plan)
         if step.taps is not None:
             step.taps.keep(len(self.layers) - 1, stream)
+        if not self.stage.is_last:
+            return self.layers[-1](stream, angles, plan)
         last = plan_sampled_attention(plan, step, self.specs[0], caches["latent"], self.ops)
         stream = self.layers[-1](stream, angles, last)
         return self.norm(stream) if len(stream) else stream
+
+    def take_stage(self, stage: Stage) -> None:
+        kept = stage.layers(self.config.num_layers)
+        self.stage = stage
+        self.layers = nn.ModuleList(list(self.layers)[kept.start : kept.stop])
+        self.specs = keep_layers(self.specs, kept)
+        layers: Any = self.layers
+        for place, layer in enumerate(layers):
+            layer.attention.cache_index = place
+        if not stage.is_first:
+            del self.embedding
+        if not stage.is_last:
+            del self.norm, self.head
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

@@ -24,6 +24,7 @@ from quire.layers.rope import Rope
 from quire.layers.step import Step
 from quire.models.loading.fields import check_heads, check_layer_types, flag, whole
 from quire.models.model import Model
+from quire.models.stages import WHOLE, Stage, keep_layers
 from quire.types import CacheSpec, QuireError
 
 BlockKind = Literal["attention", "recurrent", "parallel", "plain"]  # parallel: attention and a recurrent layer
@@ -110,6 +111,7 @@ class HybridModel(nn.Module, Model):
         """
         super().__init__()
         self.ops = build.ops
+        self.stage = WHOLE
         self.vocab_size = shape.vocab_size
         self.max_positions = shape.max_positions
         self.activation_elements = activation_elements
@@ -138,12 +140,14 @@ class HybridModel(nn.Module, Model):
         attention: Any = None
         recurrent: Any = None
         paged, state = self._spec_of.get("paged"), self._spec_of.get("state")
-        if paged is not None:
+        if paged is not None and paged.layers:
             attention = plan_attention(step, paged, caches[paged.group], self.ops)
-        if state is not None:
+        if state is not None and state.layers:
             recurrent = plan_recurrent(step, state, caches[state.group], self.ops)
         angles = None if self.rope is None else self.rope.angles(step.positions)
-        stream = self.embedding(step.tokens)
+        stream = self.embedding(step.tokens) if step.stream is None else step.stream
+        if self.stage.is_last and self._last_mixer < 0:  # a last stage of blocks that work per token
+            stream = step.wanted(stream)
         for place, (kind, block) in enumerate(zip(self.kinds, self.blocks, strict=True)):
             is_last = place == self._last_mixer  # the following blocks work per token
             if is_last and paged is not None and kind in KINDS_OF_CACHE["attention"]:
@@ -159,7 +163,26 @@ class HybridModel(nn.Module, Model):
                 stream = block(stream)
             if not len(stream):
                 return stream
-        return self.norm(stream)
+        return self.norm(stream) if self.stage.is_last else stream
+
+    def take_stage(self, stage: Stage) -> None:
+        kept = stage.layers(len(self.blocks))
+        self.stage, blocks = stage, list(self.blocks)[kept.start : kept.stop]
+        self.specs = keep_layers(self.specs, kept)
+        self._spec_of = {spec.kind: spec for spec in self.specs}
+        groups = {kind: spec.layers for kind, spec in self._spec_of.items()}
+        for index, block in zip(kept, blocks, strict=True):
+            places = [layers.index(index) for layers in groups.values() if index in layers]
+            for module in block.modules() if places else ():
+                if hasattr(module, "cache_index"):
+                    vars(module)["cache_index"] = places[0]  # in both groups the same
+        self.kinds, self.blocks = self.kinds[kept.start : kept.stop], nn.ModuleList(blocks)
+        mixers = [place for place, kind in enumerate(self.kinds) if kind != "plain"]
+        self._last_mixer = mixers[-1] if stage.is_last and mixers else -1
+        if not stage.is_first:
+            del self.embedding
+        if not stage.is_last:
+            del self.norm, self.head
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Maps hidden [n, width] to logits [n, vocab]."""

@@ -36,11 +36,12 @@ from quire.models.loading.device_memory import available_memory
 from quire.models.loading.kernel_trials import Trials, select_kernels
 from quire.models.loading.language_model_part import LanguageModelCheckpoint, language_model_config
 from quire.models.loading.shards import SafetensorsCheckpoint
-from quire.models.loading.sources import Checkpoint, CheckpointFill, GGUFCheckpoint, RandomFill, fill_model
+from quire.models.loading.sources import Checkpoint, CheckpointFill, Fill, GGUFCheckpoint, RandomFill, fill_model
 from quire.models.model import Model
 from quire.models.packed import read_quantization
 from quire.models.quantized import check_quantized, list_unquantized
 from quire.models.registry import find_family, find_model_type
+from quire.models.stages import WHOLE, Stage
 from quire.parallel.communicator import ALONE, Communicator
 from quire.types import QuireError
 
@@ -82,11 +83,13 @@ def load_model(
     findings: Findings | None = None,
     progress: Progress | None = None,
     communicator: Communicator = ALONE,
+    stage: Stage = WHOLE,
 ) -> LoadedModel:
     """Reads the config, builds the model on meta, checks that it fits in memory and fills its weights.
 
     Whatever is wrong with the files is a QuireError. `findings`: results of trials at an earlier start, which this
-    start extends. `communicator`: the ranks that share the model; this one reads its own share of the weights.
+    start extends. `communicator`: the ranks that share each layer; `stage`: this rank's pipeline stage. A rank reads
+    its own share of the weights only.
     """
     file = open_gguf(files.path) if files.kind == "gguf" else None
     hf_config = _hf_config(files, file)
@@ -113,21 +116,17 @@ def load_model(
     smaller = quant == "none" and supports_fp8(model, device, kernels, deterministic)
     for note in list_notes(model, files, hf_config, dtype, quant, smaller, in_blocks):
         warnings.warn(note, stacklevel=2)
+    fill: Fill | None = None
+    if stage.count > 1:
+        fill = _open_fill(model, files, file, hf_config, device, random_weights)  # checks all tensors, of all stages
+        model.take_stage(stage)
     num_bytes = _check_fits(weights_bytes(model), device, files.name, smaller)
     places = Places(model)  # before loading, since real weights do not know their checkpoint's names
     progress = progress or QuietProgress()
     progress.start(f"Loading {files.name}", num_bytes)
     try:
-        if random_weights:
-            fill_model(model, RandomFill(device), device, progress.update)
-        elif file is not None:
-            checkpoint = GGUFCheckpoint(file, hf_config["head_dim"])
-            fill_model(model, CheckpointFill(model, checkpoint), device, progress.update)
-        else:
-            shards: Checkpoint = open_shards(files)
-            if isinstance(model, FallbackModel):
-                shards = RenamedCheckpoint(shards, model.causal)
-            fill_model(model, CheckpointFill(model, shards), device, progress.update)
+        fill = fill or _open_fill(model, files, file, hf_config, device, random_weights)
+        fill_model(model, fill, device, progress.update)
     finally:
         progress.finish()
     if isinstance(model, FallbackModel):
@@ -137,6 +136,25 @@ def load_model(
     if file is not None:
         defaults |= gguf.sampling_defaults(file)
     return LoadedModel(model, config, dtype, max_model_len, num_bytes, places, eos_ids, defaults)
+
+
+def _open_fill(
+    model: Any,
+    files: ModelFiles,
+    file: GGUFFile | None,
+    hf_config: Mapping[str, Any],
+    device: torch.device,
+    random_weights: bool,
+) -> Fill:
+    """Returns the source of the model's weights, after a check of all names and shapes."""
+    if random_weights:
+        return RandomFill(device)
+    if file is not None:
+        return CheckpointFill(model, GGUFCheckpoint(file, hf_config["head_dim"]))
+    shards: Checkpoint = open_shards(files)
+    if isinstance(model, FallbackModel):
+        shards = RenamedCheckpoint(shards, model.causal)
+    return CheckpointFill(model, shards)
 
 
 def build_tried_model(

@@ -417,6 +417,10 @@ void run_stack(Context& c, const StackDesc& stack, const StepDesc& step, float* 
         join(c, stack, layer.down, inner, count, activated, layer.after_mlp, hooks, Product::kDown, stream);
     }
     const int64_t last = narrows ? step.num_wanted : tokens;
+    if (!stack.norm.weight) {  // a later pipeline stage has the norm
+        memcpy(out, stream, sizeof(float) * size_t(last * width));
+        return;
+    }
     c.pool.share(last, grain(last, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t)
             run_norm(*c.kernels, stack.norm, stack.eps, stack.takes_mean, stream + t * width, width, out + t * width);

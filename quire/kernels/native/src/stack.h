@@ -39,7 +39,7 @@ struct StackDesc {
     Matrix embedding;
     const LayerDesc* layers;
     int64_t num_layers;
-    NormDesc norm;
+    NormDesc norm;  // without a weight: the stream is the result
     const float* frequencies;  // [ropes, head_dim / 2]
     const float* rope_scales;  // [ropes]
     int64_t num_ropes, width, num_heads, num_kv_heads, head_dim, inner_width;

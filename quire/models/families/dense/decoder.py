@@ -43,6 +43,7 @@ from quire.models.families.dense.config import DenseConfig
 from quire.models.families.dense.families import read_dense
 from quire.models.model import Model
 from quire.models.mtp_head import HeadForm
+from quire.models.stages import WHOLE, Stage, keep_layers
 from quire.types import CacheSpec
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class DenseModel(nn.Module, Model):
         self.config = config
         self.ops = build.ops
         self.communicator = build.communicator
+        self.stage = WHOLE
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         gates = 0 if config.attention_names.gate is None else config.num_heads
@@ -180,18 +182,19 @@ class DenseModel(nn.Module, Model):
         """
         if self.stack is not None and step.taps is None:
             pool, hook = step.adapters, None
-            looks_up = self.communicator.size > 1
+            looks_up = self.communicator.size > 1 and step.stream is None
             if pool is not None and pool.route is not None:
                 hook = make_adapter_hook(self.stack_products, pool.route)
                 looks_up = looks_up or (self.embedding.adapters is not None and self.embedding.adapters.is_used)
-            vectors = self.embedding(step.tokens) if looks_up else None
+            vectors = self.embedding(step.tokens) if looks_up else step.stream
             return run_stack(self.stack, step, self.specs, caches, vectors, hook)
-        plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in self.specs}
+        here = [spec for spec in self.specs if spec.layers]
+        plans = {spec.group: plan_attention(step, spec, caches[spec.group], self.ops) for spec in here}
         if self.config.query_scaling is not None:
             query_scale = self.config.query_scaling.at(step.positions)
             plans = {group: replace(plan, query_scale=query_scale) for group, plan in plans.items()}
         angles = [rope.angles(step.positions) for rope in self.ropes]
-        stream = self.embedding(step.tokens)
+        stream = self.embedding(step.tokens) if step.stream is None else step.stream
         *groups, last = self.layer_groups
         for index, (layer, group, rope) in enumerate(zip(self.layers, groups, self.layer_ropes, strict=False)):
             if step.taps is not None:
@@ -199,10 +202,33 @@ class DenseModel(nn.Module, Model):
             stream = layer(stream, angles[rope], plans[group])
         if step.taps is not None:
             step.taps.keep(len(groups), stream)
-        spec = next(spec for spec in self.specs if spec.group == last)
-        plan = plan_sampled_attention(plans[last], step, spec, caches[last], self.ops)
+        plan = plans[last]
+        if self.stage.is_last:
+            spec = next(spec for spec in self.specs if spec.group == last)
+            plan = plan_sampled_attention(plan, step, spec, caches[last], self.ops)
         stream = self.layers[-1](stream, angles[self.layer_ropes[-1]], plan)
-        return self.norm(stream) if len(stream) else stream
+        return self.norm(stream) if self.stage.is_last and len(stream) else stream
+
+    def take_stage(self, stage: Stage) -> None:
+        config = self.config
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        layer_weights = config.width * (heads + (3 if config.gated else 2) * config.inner_width)
+        kept = stage.layers(config.num_layers, head=config.vocab_size * config.width / layer_weights)
+        self.stage = stage
+        self.layers = nn.ModuleList(list(self.layers)[kept.start : kept.stop])
+        self.layer_groups, self.layer_ropes = (
+            self.layer_groups[kept.start : kept.stop],
+            self.layer_ropes[kept.start : kept.stop],
+        )
+        self.specs = keep_layers(self.specs, kept)
+        places = {index: place for spec in self.specs for place, index in enumerate(spec.layers)}
+        layers: Any = self.layers
+        for index, layer in zip(kept, layers, strict=True):
+            layer.attention.cache_index = places[index]
+        if not stage.is_first:
+            del self.embedding
+        if not stage.is_last:
+            del self.norm, self.head
 
     def num_tapped_layers(self) -> int:
         return len(self.layers)
@@ -248,14 +274,16 @@ class DenseModel(nn.Module, Model):
         ]
         return make_stack(
             self.ops,
-            self.embedding,
+            self.embedding if self.stage.is_first else None,
             plans,
-            self.norm,
+            self.norm if self.stage.is_last else None,
             self.ropes,
             layers[0].attention,
             activation=self.config.activation,
             has_gate=self.config.gated,
             is_parallel=self.config.parallel,
+            takes_mean=self.config.norm.kind != "rms",
+            eps=self.config.norm.eps,
             reduction=reduction,
         )
 

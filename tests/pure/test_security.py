@@ -6,6 +6,7 @@ import ast
 import hmac
 import json
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,13 @@ def test_every_body_is_fuzzed() -> None:
     patterns = {route: re.sub(r"\{\w+\}", "[^/]+", route) for route in body_models()}
     missing = [route for route, pattern in patterns.items() if not any(re.fullmatch(pattern, path) for path in paths)]
     assert not missing, "put a body for each into HttpBodies.seeds of tests/fuzz/targets.py"
+
+
+def test_every_message_between_the_processes_is_fuzzed() -> None:
+    pytest.importorskip("msgspec")
+    from quire.engine.host import wire
+    from tests.fuzz.targets import WireFromEngine, WireToEngine
+
+    for target, kinds in ((WireToEngine, wire.ToEngine), (WireFromEngine, wire.FromEngine)):
+        missing = set(typing.get_args(kinds)) - {type(message) for message in target.messages()}
+        assert not missing, f"put one of each into {target.__name__}.messages of tests/fuzz/targets.py"

@@ -247,6 +247,10 @@ class ServerConfig:
     max_stored_bytes: int = knob(
         256 << 20, "maximum size of stored responses; the oldest are deleted first", low=1024, unit="bytes"
     )
+    batch_store: str | None = knob(
+        None, "SQLite file of batches and their files (default: not kept after exit)", unit="path"
+    )
+    max_batch_bytes: int = knob(1 << 30, "maximum size of all files of batches", low=1024, unit="bytes")
     tool_format: str | None = knob(None, "format of the model's tool calls (default: detected from its chat template)")
     log_level: str = knob("info", "minimum severity of log lines", choices=("debug", "info", "warning", "error"))
     log_form: str = knob("text", "format of log lines", choices=("text", "json"))

@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": "answer OpenAI's and Anthropic's clients over HTTP",
     "run": "answer one prompt",
     "chat": "hold a conversation",
+    "batch": "answer a file of requests",
     "pull": "fetch a model",
     "cache": "look after a folder that keeps KV cache",
     "quantize": "write a model in fewer bits",

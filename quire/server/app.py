@@ -19,6 +19,9 @@ from starlette.types import ASGIApp
 
 from quire.server.adapter_routes import adapters_router
 from quire.server.anthropic.routes import anthropic_router
+from quire.server.batches.batch_routes import batch_router
+from quire.server.batches.database import BatchDatabase
+from quire.server.batches.runner import BatchRunner
 from quire.server.http.encoding import to_json
 from quire.server.http.errors import ApiError, dialect_of, error_response, from_quire_error, from_validation
 from quire.server.http.gate import Gate, route_label
@@ -43,12 +46,15 @@ def create_app(server: Server, version: str) -> ASGIApp:
     app = FastAPI(
         title="Quire", version=version, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
+    database = BatchDatabase(server.config.server.batch_store, server.config.server.max_batch_bytes)
+    server.batches = BatchRunner(server, database, app)
     routers = (
         ops_router(server, version),
         admin_router(server),
         openai_router(server),
         responses_router(server),
         stream_router(server),
+        batch_router(server, database, server.batches),
         embeddings_router(server),
         infill_router(server),
         ollama_router(server),

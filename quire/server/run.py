@@ -193,6 +193,8 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
     while not http.started and not serving.done():
         await asyncio.sleep(0.01)
     if http.started:
+        if server.batches is not None:
+            server.batches.start()
         gc.collect()
         gc.freeze()  # else a full collection visits every imported object, which delays all streams by 50 ms
         host, port = listener.getsockname()[:2]
@@ -201,6 +203,8 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
     delay.start()
     await serving
     delay.stop()
+    if server.batches is not None:
+        await server.batches.stop()
     await server.store.close()
     return 0
 

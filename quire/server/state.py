@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from quire.client.fleet import Fleet, Replica
 from quire.config import Config
@@ -23,6 +23,14 @@ from quire.server.streams.kept_streams import KeptStreams
 from quire.types import QuireError
 
 RANKS = {"ok": 0, "recovering": 1, "unhealthy": 2}  # states of health in ascending order of severity
+
+
+class Background(Protocol):
+    """Work beside the requests of clients."""
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -45,6 +53,7 @@ class Server:
     log: Log
     streams: KeptStreams
     created: int  # start of the server, Unix seconds
+    batches: Background | None = None  # set by the app, whose routes it calls
     draining: bool = False
     at_once: bool = False  # second stop signal: do not drain
     open_replies: int = 0

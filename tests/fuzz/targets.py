@@ -251,6 +251,7 @@ class HttpBodies(Fuzzed):
             ("/api/show", {"model": "tiny"}),
             ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
             ("/v1/chat/render", {"messages": [message]}),
+            ("/v1/batches", {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "1h"}),
             ("/v1/sessions/s/save", {"messages": [message], "expires_in": 60}),
         ]  # fmt: skip
 

@@ -101,6 +101,7 @@ def known_fields(path: str, value: Any) -> tuple[Any, list[str]]:
 def body_models() -> dict[str, type[BaseModel]]:
     """The body model of every route that takes a body."""
     from quire.server.anthropic.schemas import CountBody, MessagesBody
+    from quire.server.batches.batch_routes import BatchBody
     from quire.server.infill_routes import InfillBody
     from quire.server.ollama.schemas import EmbedBody, GenerateBody, OllamaChatBody, ShowBody
     from quire.server.openai.embeddings import EmbeddingsBody
@@ -121,6 +122,7 @@ def body_models() -> dict[str, type[BaseModel]]:
         "/render": ChatBody,
         "/v1/chat/render": ChatBody,
         "/infill": InfillBody,
+        "/v1/batches": BatchBody,
         "/v1/sessions/{session_id}/save": SaveBody,
         "/api/chat": OllamaChatBody,
         "/api/generate": GenerateBody,

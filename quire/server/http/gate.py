@@ -27,6 +27,7 @@ PROBES = frozenset({"/health", "/ping", "/healthz", "/readyz"})
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # besides those below /admin
 OPEN_PATHS = frozenset({"/", "/favicon.ico"})
 OPEN_FOLDER = "/page/"
+UPLOAD_PATH = "/v1/files"
 # Of a repeated header one reader may take the first and another the last value.
 GIVEN_ONCE = frozenset({"authorization", "x-api-key", "host", "origin", "content-type", "content-length"})
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
@@ -223,6 +224,8 @@ class _GatedRequest:
             self._check_size(int(length))
         has_body = length not in (None, "0") or "transfer-encoding" in self._headers
         kind = self._headers.get("content-type", "").partition(";")[0].strip().lower()
+        if self._path == UPLOAD_PATH and kind == "multipart/form-data":
+            return
         if has_body and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             shown = f"{kind[:100]!r} is" if kind else "No content type is"
             raise ApiError(415, "unsupported_media_type", f"{shown} not taken. Send the body as application/json.")

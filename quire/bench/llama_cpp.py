@@ -2,6 +2,7 @@
 
 Measures one stream, one long prompt and many streams, as token ids and with the same number of threads on both sides;
 then how many greedy tokens of each side agree with the float32 reference. The Q4_0 file is made from the given file.
+With `--shape` the files have random weights in the sizes of larger models (`random_gguf`), and nothing to agree on.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 STREAMS, PROMPT_LEN, OUTPUT_LEN, MANY_OUTPUT_LEN, LONG_PROMPT = 16, 128, 128, 64, 512
 AGREEMENT_TOKENS = 64
 GATES = {"one stream": 1.0, "prefill": {"Q4_1": 2.0, "Q4_0": 1.0}, "16 streams": 1.5}
+# Of random weights: ratios to llama.cpp. One stream also passes at this share of the byte floor.
+SHAPE_GATES = {"one stream": 1.2, "prefill": 1.3, "16 streams": 1.5}
+FLOOR_SHARE = 0.9
+READ_BYTES = 1 << 28  # of memory, to measure how fast it is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +56,7 @@ def bench_llama_cpp(
 ) -> Report:
     """Compare both engines on `path` and its Q4_0 version, which is written to `folder`. `open_llm(path, **knobs)`
     opens Quire's side."""
-    try:
-        import llama_cpp  # noqa: F401
-    except ImportError:
-        what = "llama.cpp is not installed, so there is nothing to compare with."
-        hint = "Build it with `pip install --no-binary llama-cpp-python llama-cpp-python`."
-        raise QuireError("missing_package", what, hint) from None
+    _need_llama_cpp()
     files = {file_form(path): path}
     if "Q4_0" not in files:
         files["Q4_0"] = folder / f"{path.stem}.to-Q4_0.gguf"
@@ -85,11 +85,93 @@ def bench_llama_cpp(
     }
 
 
-def _one_file(
-    open_llm: Callable[..., LLM], path: Path, threads: int, rounds: int, say: Callable[[str], None]
+def bench_shapes(
+    open_llm: Callable[..., LLM],
+    names: Sequence[str],
+    mixtures: Sequence[str],
+    tokenizer: Path,
+    folder: Path,
+    *,
+    threads: int,
+    rounds: int = 5,
+    say: Callable[[str], None] = print,
 ) -> Report:
+    """Compare both engines on files with random weights, which are written to `folder` and kept there. `tokenizer`: a
+    GGUF file whose tokenizer they get."""
+    from quire.bench.random_gguf import make_random_gguf
+
+    _need_llama_cpp()
+    results, bars = {}, []
+    for name in names:
+        for mixture in mixtures:
+            path = folder / f"random-{name}-{mixture}.gguf"
+            if not path.exists():
+                say(f"Making {path.name} …")
+                make_random_gguf(name, mixture, tokenizer, path)
+            label = f"{name} {mixture}"
+            results[label] = found = _one_file(open_llm, path, threads, rounds, say, agrees=False)
+            found |= _byte_floor(path, threads, say)
+            for work, gate in SHAPE_GATES.items():
+                ratio: Any = found[work]["ratio"]
+                if work == "one stream" and found["one stream"]["ours"] >= FLOOR_SHARE * found["floor_tps"]:
+                    gate = min(gate, ratio)  # as fast as memory allows
+                bars.append(Bar(f"{label}: {work}", ratio, gate, "at least"))
+    return {
+        "benchmark": "compare-llama-cpp",
+        "threads": threads,
+        "rounds": rounds,
+        "files": results,
+        "bars": [bar.to_report() for bar in bars],
+        "pass": all(bar.passed for bar in bars),
+    }
+
+
+def _need_llama_cpp() -> None:
+    try:
+        import llama_cpp  # noqa: F401
+    except ImportError:
+        what = "llama.cpp is not installed, so there is nothing to compare with."
+        hint = "Build it with `pip install --no-binary llama-cpp-python llama-cpp-python`."
+        raise QuireError("missing_package", what, hint) from None
+
+
+def _byte_floor(path: Path, threads: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the bytes of weights that a token reads, how fast all threads read memory now, and the rate of tokens that
+    this allows."""
+    import torch
+
+    from quire.files.gguf import open_gguf
+
+    file = open_gguf(path)
+    arch = file.metadata["general.architecture"]
+    share = file.metadata.get(f"{arch}.expert_used_count", 1) / file.metadata.get(f"{arch}.expert_count", 1)
+    skipped = "token_embd.weight" if "output.weight" in file.tensors else ""
+    parts = {name: tensor.data.nbytes for name, tensor in file.tensors.items() if name != skipped}
+    token_bytes = sum(size * (share if "_exps" in name else 1) for name, size in parts.items())
+    torch.set_num_threads(threads)  # an engine with native kernels leaves torch one
+    data, times = torch.zeros(READ_BYTES // 4), []
+    for _ in range(4):
+        begin = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - begin)
+    rate = READ_BYTES / min(times)
+    say(f"  byte floor: {rate / token_bytes:.1f} tok/s ({token_bytes / 1e9:.2f} GB a token at {rate / 1e9:.1f} GB/s)")
+    return {"token_bytes": round(token_bytes), "read_rate": rate, "floor_tps": rate / token_bytes}
+
+
+def _one_file(
+    open_llm: Callable[..., LLM],
+    path: Path,
+    threads: int,
+    rounds: int,
+    say: Callable[[str], None],
+    agrees: bool = True,
+) -> Report:
+    """`agrees`: whether to compare greedy tokens with those of float32, too."""
     say(f"{path.name}: loading both")
+    begin = time.perf_counter()
     with open_llm(path, threads=threads, prefix_cache=False, max_model_len=2048) as llm:
+        ready_s = time.perf_counter() - begin
         sides: dict[str, Any] = {"ours": QuireSide(llm), "theirs": LlamaCppSide(path, threads)}
         measured: dict[str, dict[str, list[float]]] = {}
         works = {
@@ -106,13 +188,14 @@ def _one_file(
                     if index:
                         measured.setdefault(work, {}).setdefault(side, []).append(rate)
                         say(f"  {work}, {side}: {rate:.1f} tok/s")
-        found: Report = {}
+        found: Report = {"ready_s": ready_s}
         for work, rates in measured.items():
             middle = {side: median(values) for side, values in rates.items()}
             # The ratio of two measurements that are close in time varies less with the machine's load.
             ratio = median(a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True))
             found[work] = {**middle, "ratio": ratio, "every": rates}
-        found["agreement"] = _agreement(open_llm, path, llm, sides, say)
+        if agrees:
+            found["agreement"] = _agreement(open_llm, path, llm, sides, say)
     return found
 
 

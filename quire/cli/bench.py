@@ -231,7 +231,7 @@ def _kernels(args: Namespace, open_llm: OpenLLM) -> Report:
 
 
 def _llama_cpp(args: Namespace, open_llm: OpenLLM) -> Report:
-    from quire.bench.llama_cpp import bench_llama_cpp
+    from quire.bench.llama_cpp import bench_llama_cpp, bench_shapes
     from quire.files.source import resolve_model
     from quire.files.store import cache_dir
     from quire.machine import read_machine
@@ -247,6 +247,11 @@ def _llama_cpp(args: Namespace, open_llm: OpenLLM) -> Report:
         return open_llm(override_config(config, {**knobs, "model": str(path)}))
 
     threads = config.engine.threads or read_machine().num_usable_cores
+    if args.shape:
+        names, mixtures = args.shape.split(","), args.types.split(",")
+        return bench_shapes(
+            open_file, names, mixtures, files.path, folder, threads=threads, rounds=args.rounds, say=print_note
+        )
     return bench_llama_cpp(open_file, files.path, folder, threads=threads, rounds=args.rounds, say=print_note)
 
 

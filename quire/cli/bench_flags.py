@@ -163,6 +163,13 @@ def _llama_cpp(benchmarks: Any) -> None:
         description="One stream, a long prompt and 16 streams, alternating with llama.cpp (llama-cpp-python must be "
         "installed), on a GGUF file as it is and as Q4_0; then how often either agrees with float32.",
     )
+    parser.add_argument(
+        "--shape",
+        metavar="NAMES",
+        help="compare on random weights in these sizes instead, with the model's tokenizer: 0.8b, 3b, 8b, qwen3-moe "
+        "(the files are kept; an 8b takes 5 GB)",
+    )
+    parser.add_argument("--types", metavar="TYPES", default="Q4_K_M", help="types of these files (default: Q4_K_M)")
     add_count_flag(parser, "--rounds", 5, "rounds")
     add_common_flags(parser, groups=ENGINE_TABLES)
 

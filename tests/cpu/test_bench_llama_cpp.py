@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire.bench.llama_cpp import QuireSide, bench_llama_cpp, draw_prompts, file_form, requantize
+from quire import LLM, SamplingParams
+from quire.bench.llama_cpp import QuireSide, _byte_floor, bench_llama_cpp, draw_prompts, file_form, requantize
+from quire.bench.random_gguf import MIXTURES, SHAPES, RandomShape, make_random_gguf
 from quire.files.gguf import open_gguf
+from quire.files.source import resolve_model
 from quire.types import QuireError
 from tests.cpu.rig import load, make_engine
 from tests.cpu.tiny_gguf import write_gguf
@@ -34,6 +37,47 @@ def test_a_file_is_written_again_in_another_form(tmp_path: Path) -> None:
     assert old.metadata == new.metadata
     assert new.tensors["token_embd.weight"].type.name == "Q8_0"
     assert new.tensors["output_norm.weight"].type.name == "F32"
+
+
+TINY = RandomShape(3, 256, 4, 2, 64, 512)
+TINY_MOE = RandomShape(3, 256, 4, 2, 64, 256, num_experts=4, top_k=2, arch="qwen3moe", qk_norm=True, tied=False)
+
+
+@pytest.fixture
+def tokenizer() -> Path:
+    try:
+        return resolve_model("smollm2").path
+    except QuireError as error:
+        pytest.skip(f"the built-in model can't be had here: {error}")
+
+
+@pytest.mark.parametrize("mixture", ["Q4_K_M", "IQ4_XS"])
+def test_a_file_of_random_weights_has_its_shape_and_runs(
+    tmp_path: Path, tokenizer: Path, mixture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = TINY_MOE if mixture == "Q4_K_M" else TINY
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    path = tmp_path / "tiny.gguf"
+    make_random_gguf("tiny", mixture, tokenizer, path)
+    most, sensitive, _ = MIXTURES[mixture]
+    file = open_gguf(path)
+    ending = "_exps.weight" if shape.num_experts else ".weight"
+    assert file.tensors["blk.1.attn_q.weight"].type.name == most
+    assert {file.tensors[f"blk.{layer}.ffn_down{ending}"].type.name for layer in range(3)} <= {most, sensitive}
+    floor = _byte_floor(path, 1, lambda line: None)
+    experts = sum(tensor.data.nbytes for name, tensor in file.tensors.items() if "_exps" in name)
+    every = sum(tensor.data.nbytes for tensor in file.tensors.values())
+    skipped = 0 if shape.tied else file.tensors["token_embd.weight"].data.nbytes
+    assert floor["token_bytes"] == pytest.approx(every - skipped - experts / 2, abs=1)
+    with LLM(str(path), max_model_len=64) as llm:
+        (output,) = llm.generate(["The sky"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert len(output.token_ids) == 4
+
+
+def test_an_unknown_shape_names_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(QuireError, match="no shape 9b in Q4_K_M") as error:
+        make_random_gguf("9b", "Q4_K_M", tmp_path / "a.gguf", tmp_path / "b.gguf")
+    assert "0.8b, 3b, 8b" in error.value.hint and "Q4_K_M" in error.value.hint
 
 
 class _LLM:

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.bench_agent import add_agent, run_agent
 from quire.cli.bench_flags import FLAGS
 from quire.cli.bench_hostile import add_hostile, run_hostile
 from quire.cli.bench_online import add_compare, add_online, run_compare, run_online
@@ -47,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
     add_compare(benchmarks)
     add_hostile(benchmarks)
     add_speculation(benchmarks)
+    add_agent(benchmarks)
     for name, benchmark in benchmarks.choices.items():
         benchmark.usage = f"quire bench {name} [options]"  # keeps the list of all settings out of usage errors
 
@@ -89,6 +91,11 @@ def _show(report: Report) -> None:
         from quire.bench.speculation.tables import show_speculation
 
         show_speculation(report)
+        return
+    if report["benchmark"] == "agent":
+        from quire.bench.agent.tables import show_agent
+
+        show_agent(report)
         return
     if report["benchmark"] == "kernels":
         from quire.bench.kernels.suite import KernelResult
@@ -280,4 +287,5 @@ _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "quality": _quality,
     "hostile": run_hostile,
     "speculation": run_speculation,
+    "agent": run_agent,
 }

@@ -22,6 +22,7 @@ OPENS_MODELS = ("run", "chat", "serve", "doctor", "bench offline", "bench batch"
                 "bench gap", "bench growth", "bench compare-llama-cpp", "bench quality",
                 "bench speculation")  # fmt: skip
 BENCH = {  # file or folder of `quire/bench` -> its benchmark; the others serve all that open a model
+    "bench/agent": "agent",
     "bench/online/compare.py": "compare",
     "bench/hostile": "hostile",
     "bench/kernels": "kernels",
@@ -53,6 +54,7 @@ def can_show(path: Path) -> list[str]:
     if room == "cli":
         own = {
             "bench_flags": "bench",
+            "bench_agent": "bench agent",
             "bench_online": "bench online",
             "bench_speculation": "bench speculation",
             "serve_engine": "serve",

@@ -20,7 +20,7 @@ from quire.types import QuireError
 MAX_EVENT = 16 << 20  # bytes of one event of a stream, or of a reply
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 600.0  # maximum time without a byte from the server
-_SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"}
+_SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos"}
 
 
 class RemoteEngine:

@@ -14,8 +14,9 @@ from torch import Tensor
 from quire.files.gguf import GGUFFile, open_gguf
 from quire.files.source import ModelFiles
 from quire.kernels.formats.gguf_blocks import FORMATS
+from quire.models.checkpoint import Checkpoint
 from quire.models.loading.loader import open_shards, read_config
-from quire.models.loading.sources import Checkpoint, GGUFCheckpoint
+from quire.models.loading.sources import GGUFCheckpoint
 from quire.types import QuireError
 
 FLOATS = ("F64", "F32", "F16", "BF16")

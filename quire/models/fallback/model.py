@@ -43,7 +43,7 @@ from quire.models.fallback.gathered_attention import GatheredRow
 from quire.models.fallback.opaque_states import OpaqueRowStates
 from quire.models.fallback.recurrent_states import MANY, RowStates, StateSlots, place_layers, split_rows
 from quire.models.families.mamba2 import MAX_POSITIONS
-from quire.models.loading.fields import whole
+from quire.models.fields import whole
 from quire.models.model import Model
 from quire.models.registry import supported_types
 from quire.types import CacheSpec, QuireError

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from quire.layers.weights import PartSource
+from quire.models.checkpoint import Checkpoint
 from quire.models.fallback.attention import unsupported
-from quire.models.loading.sources import Checkpoint, missing_weights
-from quire.models.weight_errors import bad_weights
+from quire.models.weight_errors import bad_weights, missing_weights
 
 _NUMBER = re.compile(r"\.(\d+)\.(?!.*\.\d+\.)")  # the last number in a name: the expert's, not the layer's
 Rename = Callable[

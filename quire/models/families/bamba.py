@@ -25,7 +25,7 @@ from quire.models.families.hybrid import (
     mixers_with_mlps,
 )
 from quire.models.families.mamba2 import MambaFields, Mixers
-from quire.models.loading.fields import check_silu, flag, number, whole
+from quire.models.fields import check_silu, flag, number, whole
 
 FIELDS = MambaFields(
     "mamba_n_heads",

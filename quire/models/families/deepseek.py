@@ -28,7 +28,7 @@ from quire.layers.rope import Rope, RopeConfig, yarn_magnitude
 from quire.layers.step import Step
 from quire.layers.weights import scale_by, set_forms
 from quire.models.families.moe_families import draft_layers, shared_beside_routed, sparse_layers
-from quire.models.loading.fields import above_zero, check_layer_types, check_silu, flag, number, whole
+from quire.models.fields import above_zero, check_layer_types, check_silu, flag, number, whole
 from quire.models.model import Model
 from quire.models.mtp_head import HeadForm, deepseek_form
 from quire.models.stages import WHOLE, Stage, keep_layers

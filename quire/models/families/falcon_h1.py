@@ -30,7 +30,7 @@ from quire.models.families.hybrid import (
     mixers_with_mlps,
 )
 from quire.models.families.mamba2 import MambaFields
-from quire.models.loading.fields import check_silu, flag, number, whole
+from quire.models.fields import check_silu, flag, number, whole
 from quire.types import QuireError
 
 FIELDS = MambaFields(

@@ -31,7 +31,7 @@ from quire.layers.rope import Rope, RopeConfig
 from quire.layers.step import Step
 from quire.layers.weights import Weight
 from quire.models.families.gemma4_experts import MLPAndExperts, read_experts
-from quire.models.loading.fields import (
+from quire.models.fields import (
     above_zero,
     check_causal,
     check_heads,

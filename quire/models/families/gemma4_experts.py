@@ -17,7 +17,7 @@ from quire.layers.experts import Experts, MoEShape, expert_activation
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.weights import Part, ScaleTensor, Weight
-from quire.models.loading.fields import whole
+from quire.models.fields import whole
 
 
 def read_experts(config: Mapping[str, Any], width: int) -> MoEShape:

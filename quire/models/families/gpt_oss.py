@@ -23,7 +23,7 @@ from quire.layers.residual_join import ResidualJoin
 from quire.layers.weights import Form, Part, Reorder, Weight
 from quire.models.families.dense.config import DenseConfig, read_common
 from quire.models.families.dense.decoder import DenseModel
-from quire.models.loading.fields import number, whole
+from quire.models.fields import number, whole
 
 DEFAULTS: dict[str, Any] = {
     "head_dim": 64,

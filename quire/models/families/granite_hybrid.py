@@ -31,7 +31,7 @@ from quire.models.families.hybrid import (
     mixers_with_mlps,
 )
 from quire.models.families.mamba2 import Mixers
-from quire.models.loading.fields import check_silu, flag, number, whole
+from quire.models.fields import check_silu, flag, number, whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.recurrent.state import plan_recurrent, state_spec
 from quire.layers.rope import Rope
 from quire.layers.step import Step
-from quire.models.loading.fields import check_heads, check_layer_types, flag, whole
+from quire.models.fields import check_heads, check_layer_types, flag, whole
 from quire.models.model import Model
 from quire.models.stages import WHOLE, Stage, keep_layers
 from quire.types import CacheSpec, QuireError

@@ -30,7 +30,7 @@ from quire.models.families.hybrid import (
     mixers_with_mlps,
 )
 from quire.models.families.moe_families import draft_layers, shared_beside_routed, sparse_layers
-from quire.models.loading.fields import check_layer_indices, check_silu, number, whole
+from quire.models.fields import check_layer_indices, check_silu, number, whole
 from quire.types import QuireError
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}

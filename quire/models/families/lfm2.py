@@ -29,7 +29,7 @@ from quire.models.families.hybrid import (
     check_attention,
     mixers_with_mlps,
 )
-from quire.models.loading.fields import check_layer_indices, flag, number, whole
+from quire.models.fields import check_layer_indices, flag, number, whole
 
 LAYER_TYPES: dict[str, BlockKind] = {"conv": "recurrent", "full_attention": "attention"}
 ATTENTION_NAMES = AttentionNames(out="out_proj")

@@ -23,7 +23,7 @@ from quire.models.families.hybrid import (
     block_activations,
     check_recurrent,
 )
-from quire.models.loading.fields import check_layer_types, check_silu, flag, number, whole
+from quire.models.fields import check_layer_types, check_silu, flag, number, whole
 from quire.types import QuireError
 
 MAX_POSITIONS = 65536  # a recurrence has no limit of its own, but rows are allocated for one

@@ -22,7 +22,7 @@ from quire.models.families.dense.config import DenseConfig
 from quire.models.families.dense.decoder import DenseLayer, DenseModel, FeedForward
 from quire.models.families.granite_moe import granite_mixture
 from quire.models.families.moe_families import MOE, draft_layers, sparse_layers
-from quire.models.loading.fields import check_silu, with_defaults
+from quire.models.fields import check_silu, with_defaults
 from quire.models.mtp_head import HeadForm, deepseek_form
 
 Fields = Mapping[str, Any]

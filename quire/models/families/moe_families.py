@@ -19,7 +19,7 @@ from quire.models.families.dense.config import DenseConfig, LayerNames, NormStyl
 from quire.models.families.dense.families import read_dense
 from quire.models.families.dense.windows import all_windowed, early_windowed
 from quire.models.families.granite_moe import EXPERT_NAMES, LATER_NAMES
-from quire.models.loading.fields import bound, check_layer_indices, check_layer_types, flag, number, whole
+from quire.models.fields import bound, check_layer_indices, check_layer_types, flag, number, whole
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]

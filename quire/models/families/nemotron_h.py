@@ -32,7 +32,7 @@ from quire.models.families.hybrid import (
     check_attention,
 )
 from quire.models.families.mamba2 import MambaFields
-from quire.models.loading.fields import check_layer_types, flag, number, whole
+from quire.models.fields import check_layer_types, flag, number, whole
 from quire.types import QuireError
 
 FIELDS = MambaFields(

@@ -29,7 +29,7 @@ from quire.models.families.hybrid import (
     check_recurrent,
     mixers_with_mlps,
 )
-from quire.models.loading.fields import check_silu, flag, number, whole
+from quire.models.fields import check_silu, flag, number, whole
 
 LAYER_TYPES: dict[str, BlockKind] = {"linear_attention": "recurrent", "full_attention": "attention"}
 GATED_EPS = 1e-5  # of the norm before a delta net's gate, whatever `rms_norm_eps` is

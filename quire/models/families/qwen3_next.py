@@ -35,7 +35,7 @@ from quire.models.families.hybrid import (
     check_recurrent,
     mixers_with_mlps,
 )
-from quire.models.loading.fields import check_silu, flag, number, whole
+from quire.models.fields import check_silu, flag, number, whole
 from quire.models.mtp_head import AttentionThenMLP, HeadForm
 from quire.types import QuireError
 

@@ -28,6 +28,7 @@ from quire.layers.quant.schemes import Schemes
 from quire.layers.split import cannot_split
 from quire.layers.weights import iter_weights, weights_bytes
 from quire.models.adapters.places import Places
+from quire.models.checkpoint import Checkpoint
 from quire.models.fallback.model import FallbackModel
 from quire.models.fallback.tensor_names import RenamedCheckpoint
 from quire.models.gguf import checkpoint as gguf
@@ -36,7 +37,7 @@ from quire.models.loading.device_memory import available_memory
 from quire.models.loading.kernel_trials import Trials, select_kernels
 from quire.models.loading.language_model_part import LanguageModelCheckpoint, language_model_config
 from quire.models.loading.shards import SafetensorsCheckpoint
-from quire.models.loading.sources import Checkpoint, CheckpointFill, Fill, GGUFCheckpoint, RandomFill, fill_model
+from quire.models.loading.sources import CheckpointFill, Fill, GGUFCheckpoint, RandomFill, fill_model
 from quire.models.model import Model
 from quire.models.packed import read_quantization
 from quire.models.quantized import check_quantized, list_unquantized

@@ -34,13 +34,13 @@ from quire.layers.weights import (
     own_weights,
     put_weight,
 )
+from quire.models.checkpoint import Checkpoint
 from quire.models.gguf import checkpoint as gguf
-from quire.models.weight_errors import bad_weights
+from quire.models.weight_errors import bad_weights, missing_weights, name_some
 from quire.types import QuireError
 
 READ_ELEMENTS = 1 << 24  # elements of a quantized tensor that are decoded at a time
 HEAD = "lm_head.weight"
-_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\..*")
 # Tensors that are ignored: tables that follow from the config, the head of a tied model, draft heads, and the vision
 # tower where only the language model runs.
 IGNORED_TENSORS = re.compile(
@@ -132,19 +132,6 @@ class RandomFill:
 # Checkpoints
 
 
-class Checkpoint(Protocol):
-    """Named tensors in files, under Hugging Face names."""
-
-    where: str  # for error messages
-    shapes: dict[str, tuple[int, ...]]  # by Hugging Face name
-
-    def read(self, name: str, target: Tensor, index: int | None = None) -> None:
-        """Copies a tensor, or entry `index` of it, into `target`, which has its shape; dtype and device may differ."""
-
-    def source(self, name: str, index: int | None = None) -> PartSource:
-        """Returns access to a tensor's rows, or to those of entry `index` of it, for weights that are packed."""
-
-
 class CheckpointFill:
     """Fills weights from a checkpoint, which must hold exactly the tensors that the model needs."""
 
@@ -229,10 +216,10 @@ def check_tensors(model: Any, checkpoint: Checkpoint) -> None:
     if missing:
         raise missing_weights(checkpoint.where, missing)
     if unexpected:
-        raise bad_weights(f"{checkpoint.where} holds {_name_some(unexpected)}, which this model does not have")
+        raise bad_weights(f"{checkpoint.where} holds {name_some(unexpected)}, which this model does not have")
     if misshapen:
         name = misshapen[0]
-        what = f"{checkpoint.where} holds {_name_some(misshapen)} in the wrong shape: {list(found[name])}"
+        what = f"{checkpoint.where} holds {name_some(misshapen)} in the wrong shape: {list(found[name])}"
         raise bad_weights(f"{what} where the config requires {list(wanted[name])}")
 
 
@@ -271,32 +258,6 @@ def are_copies(checkpoint: Checkpoint, one: str, other: str) -> bool:
         if not torch.equal(rows[0], rows[1]):
             return False
     return True
-
-
-def missing_weights(where: str, names: list[str]) -> QuireError:
-    return bad_weights(f"{where} lacks {_name_experts(names) or _name_some(names)}")
-
-
-def _name_some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more}"
-
-
-def _name_experts(names: list[str]) -> str:
-    """Names the missing experts by layer; empty if other tensors are missing, too."""
-    found = [_EXPERT.fullmatch(name) for name in names]
-    layers: dict[str, list[int]] = {}
-    for match in found:
-        if match is None:
-            return ""
-        layers.setdefault(match[1], []).append(int(match[2]))
-    spelled = [f"{_name_numbers(sorted(set(experts)))} of {layer}" for layer, experts in layers.items()]
-    return "; ".join(spelled[:3]) + (f" and experts of {len(spelled) - 3} more layers" if len(spelled) > 3 else "")
-
-
-def _name_numbers(experts: list[int]) -> str:
-    more = f" and {len(experts) - 8} more" if len(experts) > 8 else ""
-    return f"expert{'s' if len(experts) > 1 else ''} {', '.join(map(str, experts[:8]))}{more}"
 
 
 class GGUFCheckpoint:

@@ -13,7 +13,7 @@ from quire.layers.attention import AttentionNames, QueryScaling
 from quire.layers.mlp import MLPNames, check_activation
 from quire.layers.norm import HeadNorms
 from quire.layers.rope import RopeConfig
-from quire.models.loading.fields import check_heads, check_layer_types, flag, number, whole
+from quire.models.fields import check_heads, check_layer_types, flag, number, whole
 from quire.types import QuireError
 
 LLAMA_ATTENTION, LLAMA_MLP = AttentionNames(), MLPNames()

@@ -36,7 +36,7 @@ from quire.models.families.dense.windows import (
     windowed_except_first_of_four,
     windowed_where_no_rope,
 )
-from quire.models.loading.fields import above_zero, bound, check_causal, flag, number, whole, with_defaults
+from quire.models.fields import above_zero, bound, check_causal, flag, number, whole, with_defaults
 from quire.types import QuireError
 
 Fields = Mapping[str, Any]

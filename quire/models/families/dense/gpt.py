@@ -10,7 +10,7 @@ from quire.layers.attention import AttentionNames
 from quire.layers.mlp import MLPNames
 from quire.layers.norm import HeadNorms
 from quire.models.families.dense.config import ONE_NORM, DenseConfig, ModelNames, layer_norm
-from quire.models.loading.fields import flag
+from quire.models.fields import flag
 
 Fields = Mapping[str, Any]
 MLP = MLPNames(up=("dense_h_to_4h",), down="dense_4h_to_h")

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.layers.rope import RopeConfig
 from quire.models.families.dense.config import DenseConfig, window_size
-from quire.models.loading.fields import flag
+from quire.models.fields import flag
 
 Fields = Mapping[str, Any]
 NO_ROPE = RopeConfig(kind="none")

@@ -148,6 +148,24 @@ def _batch(console: Console, report: Report) -> None:
     _environment(console, report)
 
 
+def _tiers(console: Console, report: Report) -> None:
+    rows = [
+        (f"{one['tokens']} tokens", *(format_seconds(one[name]) for name in ("cold", "device", "host", "disk")))
+        for one in report["lengths"]
+    ]
+    headings = ("prompt", "computed", "device", "host memory", "disk")
+    print_table(console, f"{report['model']}: time to the first token, median", headings, rows)
+    rates = [
+        ("copied in host memory", f"{report['copy_rate'] / 1e6:.0f} MB/s"),
+        ("read from disk", f"{report['read_rate'] / 1e6:.0f} MB/s"),
+        ("computed", f"{report['recompute_rate'] / 1e6:.1f} MB/s: the break-even, below which no load pays"),
+    ]
+    print_table(console, f"{report['bytes'] / 1e6:.1f} MB of the longest prompt", ("", ""), rates)
+    counts = [(name, *map(format_count, one.values())) for name, one in report["tiers"].items()]
+    print_table(console, "Tiers", ("", "hits", "stores", "drops", "failures", "corrupt"), counts)
+    _environment(console, report)
+
+
 def _latency(console: Console, report: Report) -> None:
     load = report["load"]
     title = (
@@ -282,6 +300,7 @@ _DRAW = {
     "quality": _quality,
     "offline": _offline,
     "batch": _batch,
+    "tiers": _tiers,
     "latency": _latency,
     "start": _start,
     "gap": _gap,

@@ -18,6 +18,7 @@ from quire.cli.bench_flags import FLAGS
 from quire.cli.bench_hostile import add_hostile, run_hostile
 from quire.cli.bench_online import add_compare, add_online, run_compare, run_online
 from quire.cli.bench_speculation import add_speculation, run_speculation
+from quire.cli.bench_tiers import add_tiers, run_tiers
 from quire.cli.output import print_error, print_note, write_json
 from quire.cli.run import OpenLLM, open_llm
 from quire.config_build import config_from_args, override_config
@@ -49,6 +50,7 @@ def add_parser(subparsers: Any) -> None:
     add_hostile(benchmarks)
     add_speculation(benchmarks)
     add_agent(benchmarks)
+    add_tiers(benchmarks)
     for name, benchmark in benchmarks.choices.items():
         benchmark.usage = f"quire bench {name} [options]"  # keeps the list of all settings out of usage errors
 
@@ -288,4 +290,5 @@ _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "hostile": run_hostile,
     "speculation": run_speculation,
     "agent": run_agent,
+    "tiers": run_tiers,
 }

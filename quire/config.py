@@ -132,7 +132,7 @@ class SchedulerConfig:
         choices=("order", "prefix"),
     )
     prefix_wait: float = knob(
-        2.0, "with --admit prefix, seconds after which the first waiting request is next", low=0, high=3600
+        2.0, "with admit=prefix, seconds after which the first waiting request is next", low=0, high=3600
     )
     preemption: str = knob(
         "auto", "what to do with the KV cache of a preempted request", choices=("auto", "swap", "recompute")

@@ -18,7 +18,6 @@ from quire.cli.bench_flags import FLAGS
 from quire.cli.bench_hostile import add_hostile, run_hostile
 from quire.cli.bench_online import add_compare, add_online, run_compare, run_online
 from quire.cli.bench_speculation import add_speculation, run_speculation
-from quire.cli.bench_tiers import add_tiers, run_tiers
 from quire.cli.output import print_error, print_note, write_json
 from quire.cli.run import OpenLLM, open_llm
 from quire.config_build import config_from_args, override_config
@@ -50,7 +49,6 @@ def add_parser(subparsers: Any) -> None:
     add_hostile(benchmarks)
     add_speculation(benchmarks)
     add_agent(benchmarks)
-    add_tiers(benchmarks)
     for name, benchmark in benchmarks.choices.items():
         benchmark.usage = f"quire bench {name} [options]"  # keeps the list of all settings out of usage errors
 
@@ -274,6 +272,14 @@ def _quality(args: Namespace, open_llm: OpenLLM) -> Report:
     return bench_quality(_plain_config(args), text, stretches=args.stretches, length=args.length)
 
 
+def _tiers(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.tiers import TierWork, bench_tiers
+
+    config = config_from_args(args)
+    work = TierWork(tuple(args.lengths), args.rounds, args.stream_tokens, args.seed)
+    return bench_tiers(lambda knobs: open_llm(override_config(config, knobs)), work)
+
+
 _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "offline": _offline,
     "batch": _batch,
@@ -290,5 +296,5 @@ _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "hostile": run_hostile,
     "speculation": run_speculation,
     "agent": run_agent,
-    "tiers": run_tiers,
+    "tiers": _tiers,
 }

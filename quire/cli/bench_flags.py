@@ -50,6 +50,22 @@ def _offline(benchmarks: Any) -> None:
     add_common_flags(parser)
 
 
+def _tiers(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "tiers",
+        help="first token from each tier of the KV cache",
+        description="Time to the first token of prompts that are computed, or come from the device, host memory or "
+        "disk, in one run, and the gaps of streams beside loads. A cache folder is made and deleted.",
+    )
+    default = (16, 64, 256, 1500)
+    lengths_help = "tokens of the prompts (default: 16 64 256 1500)"
+    parser.add_argument("--lengths", type=_at_least(2), nargs="+", default=default, metavar="N", help=lengths_help)
+    add_count_flag(parser, "--rounds", 4, "prompts of each length", low=2)
+    add_count_flag(parser, "--stream-tokens", 200, "tokens of each stream", low=48)
+    add_seed_flag(parser)
+    add_common_flags(parser, groups=ENGINE_TABLES)
+
+
 def _batch(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "batch",
@@ -192,6 +208,7 @@ def _quality(benchmarks: Any) -> None:
 FLAGS: tuple[Callable[[Any], None], ...] = (
     _offline,
     _batch,
+    _tiers,
     _latency,
     _start,
     _gap,

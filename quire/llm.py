@@ -29,6 +29,7 @@ from quire.files.progress import Progress
 from quire.llm_sessions import LLMSessions
 from quire.startup.early_init import open_engine
 from quire.types import QuireError, Request, SamplingParams, choose_pooling
+from quire.types.control import ControlAction, ControlCommand
 from quire.types.sessions import SessionCommand, SessionInfo
 
 if TYPE_CHECKING:
@@ -212,6 +213,32 @@ class LLM:
                 self._turn()
                 interrupts.release()
 
+    def set_weights(self, model: str | Path, *, in_flight: str = "keep") -> dict[str, Any]:
+        """Puts the weights of another folder or file in place of the present ones. `in_flight`: what open requests do
+        with what they have computed: "keep", "recompute" or "end". Returns the version and the pause."""
+        return self._control("weights", model=str(model), in_flight=in_flight)
+
+    def set_precision(self, weights: str, *, max_loss: float = 0.5) -> dict[str, Any]:
+        """Quantizes the weights of the running model anew: "auto" (as they are stored) or a value of the setting
+        `quant`. `max_loss`: the loss on a fixed text, in nats per token, above which the old ones stay."""
+        return self._control("precision", weights=weights, max_loss=max_loss)
+
+    def sleep(self, *, cache: str = "keep") -> None:
+        """Gives the memory of the weights back until `wake`, and with cache="drop" that of the KV cache."""
+        self._control("sleep", cache=cache)
+
+    def wake(self) -> None:
+        self._control("wake")
+
+    def _control(self, action: ControlAction, **fields: Any) -> dict[str, Any]:
+        with HeldInterrupts() as interrupts, self._lock:
+            self._engine.controls.start(ControlCommand(0, action, fields))
+            while True:
+                for reply in self._engine.controls.poll():
+                    return reply.result()
+                self._turn()
+                interrupts.release()
+
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> str:
         """Loads a LoRA adapter; requests choose it by `SamplingParams(adapter=name)`. Returns its digest. `replace`:
         another adapter may have the name; its requests go on with it."""
@@ -300,6 +327,8 @@ class LLM:
         """Adds requests to the engine until its queue is full; the rest stay in `waiting`."""
         if not waiting:
             return
+        if self._engine.is_held:
+            raise QuireError("asleep", "The model sleeps.", "Call wake() first.")
         with self._lock:
             self._enter()
             try:

@@ -273,6 +273,11 @@ class Supervisor:
         finally:
             self._controls.pop(number, None)
 
+    def set_for_next(self, settings: Mapping[str, Any]) -> None:
+        """Change the settings that later engines start with."""
+        self._settings = {**self._settings, **settings}
+        self._previous_settings = {**self._previous_settings, **settings}
+
     # -- after a loss ---------------------------------------------------------------------------------------------
 
     def _attach(self, link: EngineLink) -> None:

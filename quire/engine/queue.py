@@ -87,6 +87,10 @@ class HeldRequests:
     def __iter__(self) -> Iterator[Request]:
         return (r for requests in self._by_key.values() for r in requests if r.status is Status.HELD)
 
+    def keys(self) -> Iterable[bytes]:
+        """Return the pages that requests wait for."""
+        return self._by_key.keys()
+
     def put(self, key: bytes, request: Request) -> None:
         request.status = Status.HELD
         self._by_key.setdefault(key, []).append(request)

@@ -132,6 +132,24 @@ class RequestTable:
         request.computed = request.planned = request.pending = request.inflight = 0
         request.num_drafts = request.num_proposals = request.num_replayed = 0
 
+    def restart(self, request: Request) -> None:
+        """Drop what a request has computed and return it to the queue. Only while it is in no step in flight."""
+        if request.row < 0 and request.status is not Status.SWAPPED:
+            return  # it has computed nothing
+        assert not request.inflight
+        self.waiting.remove(request)
+        self.without_slot.pop(request.id, None)
+        self.leave_row(request)
+        self.drop_state(request)
+        self.waiting.push(request)
+
+    def rename_prefixes(self) -> None:
+        """Give the prefixes of all requests that hold nothing the names of the present weights."""
+        self.wake(list(self._held.keys()))
+        for request in [*self.waiting, *self.without_slot.values()]:
+            if request.status is Status.WAITING:
+                request.lease = self._cache.empty_lease(request)
+
     def end(self, request: Request, reason: FinishReason) -> Delta:
         """End a request in any status and release what it holds. Returns its final delta."""
         if request.status in (Status.WAITING, Status.SWAPPED):

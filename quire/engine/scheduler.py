@@ -485,6 +485,20 @@ class Scheduler:
         self._only = only
         self.table.ask_for_slots()
 
+    def use_weights(self, version: bytes, in_flight: str) -> None:
+        """Take note of other weights: prefixes of the old ones are not found again. Only while no step is in flight.
+
+        `in_flight`: open requests "keep" what they have computed, "recompute" it with the new weights, or "end".
+        """
+        self.cache.weights = version
+        for request in list(self.requests.values()):
+            if in_flight == "end":
+                error = QuireError("weights_replaced", "The model's weights were replaced.", "Send the request again.")
+                self.fail(request.id, error)
+            elif in_flight == "recompute":
+                self.table.restart(request)
+        self.table.rename_prefixes()
+
     # -- rebuild --------------------------------------------------------------------------------------------------
 
     def empty_copy(self) -> Scheduler:

@@ -55,6 +55,16 @@ class DeviceAdapters:
         with self._lock:
             self._host.pop(digest, None)
 
+    def leave_model(self) -> None:
+        """Lets go of the model whose memory is to be freed."""
+        self._places.release()
+
+    def move_to(self, places: Places) -> None:
+        """Serves the same adapters beside another model of the same layout."""
+        self._places = places
+        if self._is_attached:
+            places.attach(self.pool)
+
     # -- device -------------------------------------------------------------------------------------------------------
 
     def apply(self, plan: Plan) -> None:

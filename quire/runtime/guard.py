@@ -32,7 +32,7 @@ class GuardedWorkers:
     ):
         """`probe` raises if the device is lost; by default a CUDA synchronization. `on_failure` is called after any
         failure other than out of memory, which may come from a kernel whose trial is noted as passed."""
-        self._inner = inner
+        self.inner = inner
         self._device = device
         self._probe = probe or (lambda: probe_device(device))
         self._on_failure = on_failure or (lambda: None)
@@ -43,11 +43,11 @@ class GuardedWorkers:
             self._release_first = False
             release_memory(self._device)
         with self._translated():
-            return self._inner.forward(plan)
+            return self.inner.forward(plan)
 
     def sample(self, forward: Any, masks: Mapping[int, bytes] | None = None) -> Ticket:
         with self._translated():
-            return _GuardedTicket(self, self._inner.sample(forward, masks))
+            return _GuardedTicket(self, self.inner.sample(forward, masks))
 
     def wait(self, ticket: Ticket) -> StepOutput:
         with self._translated():
@@ -55,7 +55,7 @@ class GuardedWorkers:
 
     def warm_ups(self) -> Iterator[None]:
         """Yields the inner warm-ups. One that fails ends them with a warning: what it prepares is done on demand."""
-        warm_ups = self._inner.warm_ups()
+        warm_ups = self.inner.warm_ups()
         while True:
             try:
                 with self._translated():
@@ -71,7 +71,7 @@ class GuardedWorkers:
             yield
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quire.models.adapters.places import Places
 from quire.models.model import Model
 from quire.runtime.adapters import DeviceAdapters
 from quire.runtime.graphs import DecodeGraphs
@@ -28,7 +29,7 @@ from quire.sampling.batch import Batch, Histories
 from quire.sampling.logprobs import Logprobs, prompt_logprobs, to_records
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampled, TokenSampler, start_copy, to_host
-from quire.types import Plan, PlanRow, StepOutput
+from quire.types import Plan, PlanRow, QuireError, StepOutput
 
 
 def warm_up_sizes(max_rows: int, max_batch_tokens: int) -> Iterator[tuple[int, int]]:
@@ -95,6 +96,22 @@ class Runner:
         self._incoming = incoming
         self._prompt_top: dict[int, tuple[int, int]] = {}  # row -> (prompt length, number of alternatives)
         self._pooling: dict[int, Pooling] = {}  # row -> its hidden states pooled up to now
+
+    def replace_model(self, model: Model | None, places: Places | None) -> None:
+        """Computes later steps with another model of the same layout; None: with none, until another call. `places`:
+        the new model's weights for adapters. Only while no step is in flight."""
+        if self._proposals is not None:
+            what = "Weights can't be replaced under a draft network."
+            raise QuireError("unsupported_command", what, "Start with --speculate suffix or off.")
+        self._model = model  # type: ignore[assignment]
+        if self._graphs is not None:  # captured steps read the old weights
+            self._graphs = self._mixed = self._verify = None
+        if self.adapters is not None:
+            self.adapters.leave_model()
+        if model is not None:
+            self.store.restore()
+            if self.adapters is not None and places is not None:
+                self.adapters.move_to(places)
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Forward:

@@ -56,10 +56,26 @@ class CacheStore:
         self._checksums: dict[tuple[int, int], int] | None = {} if checksums else None  # (group, host unit) -> CRC
         self._num_host_units = num_host_units or [0] * len(specs)
         self._pin = device.type == "cuda"
+        self._num_units = num_units
         self._device = [_zeros(unit_shape(s, n), _dtype(s), device) for s, n in zip(specs, num_units, strict=True)]
         self._host: dict[int, Tensor] = {}  # group -> swap space, mapped on first use
         self._pending: deque[_PendingOut] = deque()  # in the order of their transfers
         self.tensors: dict[str, Tensor] = {s.group: t for s, t in zip(specs, self._device, strict=True)}
+
+    def release(self) -> None:
+        """Gives the device's memory of the cache back; what it holds is lost."""
+        for group, tensor in enumerate(self._device):
+            self._put(group, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+
+    def restore(self) -> None:
+        """Takes the memory again that `release` gave back, with zeros; nothing otherwise."""
+        for group, (tensor, num) in enumerate(zip(self._device, self._num_units, strict=True)):
+            if not tensor.numel():
+                spec = self.specs[group]
+                self._put(group, _zeros(unit_shape(spec, num), _dtype(spec), tensor.device))
+
+    def _put(self, group: int, tensor: Tensor) -> None:
+        self._device[group] = self.tensors[self.specs[group].group] = tensor
 
     def apply(self, copies: list[Copy]) -> None:
         """Runs copies in order. Consecutive copies of one kind and group run as one, unless one reads a unit that

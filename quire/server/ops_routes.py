@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
+from pydantic import Field
 from starlette.responses import Response
 
 from quire.engine.limits import SpeculationStats
 from quire.server.http.encoding import to_json
 from quire.server.http.route_parts import api_router
+from quire.server.schemas import Body
 from quire.server.state import Server
+from quire.types import QuireError
+from quire.types.control import ControlAction
 
 
 def ops_router(server: Server, version: str) -> APIRouter:
@@ -112,12 +116,60 @@ def admin_router(server: Server) -> APIRouter:
             "leaked_units": checked.num_leaked,
         }
 
+    @router.post("/admin/weights")
+    async def weights(body: WeightsBody) -> dict[str, Any]:
+        """Put other weights of the same model in place of the present ones; streams go on."""
+        return await _change(server, "weights", {"model": body.model}, model=body.model, in_flight=body.in_flight)
+
+    @router.post("/admin/precision")
+    async def precision(body: PrecisionBody) -> dict[str, Any]:
+        """Quantize the weights anew; streams go on. If that loses too much, the old ones stay."""
+        quant = "none" if body.weights == "auto" else body.weights
+        return await _change(server, "precision", {"quant": quant}, weights=body.weights, max_loss=body.max_loss)
+
+    @router.post("/admin/sleep")
+    async def sleep(body: SleepBody) -> dict[str, Any]:
+        """Give memory back. Requests wait until the model wakes."""
+        return await _change(server, "sleep", {}, cache=body.cache)
+
+    @router.post("/admin/wake")
+    async def wake() -> dict[str, Any]:
+        return await _change(server, "wake", {})
+
     @router.post("/admin/cancel")
     async def cancel_all() -> dict[str, Any]:
         """End every open generation; their clients get an error."""
         return {"cancelled": server.fleet.cancel_all()}
 
     return router
+
+
+class WeightsBody(Body):
+    model: Annotated[str, Field(min_length=1, max_length=4096)]  # folder or GGUF file on the server's machine
+    in_flight: Literal["keep", "recompute", "end"] = "keep"  # what open requests do with what they have computed
+
+
+class PrecisionBody(Body):
+    weights: Annotated[str, Field(min_length=1, max_length=32)]
+    max_loss: Annotated[float, Field(ge=0, le=100)] = 0.5  # nats per token on a fixed text
+
+
+class SleepBody(Body):
+    cache: Literal["keep", "drop"] = "keep"
+
+
+async def _change(server: Server, action: ControlAction, settings: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Let every engine carry out a command. `settings`: what later engines start with once it has succeeded."""
+    result: dict[str, Any] = {}
+    for replica in server.fleet.replicas:
+        try:
+            result = await replica.supervisor.control(action, **fields)
+        except QuireError as error:
+            replica.supervisor.errors.put("engine", error.code, str(error))
+            raise
+        replica.supervisor.set_for_next(settings)
+    server.log.write("info", action, **{name: value for name, value in result.items() if value is not None})
+    return result
 
 
 def stats_body(server: Server) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from quire.engine.adapters.slots import AdapterSlots
 from quire.engine.grammar.compile_queue import GrammarQueue
 from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.loop import Engine
+from quire.engine.model_host import ModelControl
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation.build import make_drafter
 from quire.engine.speculation.seam import Drafter
@@ -68,6 +69,7 @@ from quire.startup import Compilers
 from quire.startup.cache_plan import allocate_cache, find_files, plan_model_memory
 from quire.startup.defaults import describe_gpu, pick_device, resolve_limits, resolve_page_tokens
 from quire.startup.draft_network import LoadedDraft, load_draft
+from quire.startup.live_model import LiveModel
 from quire.startup.rank_engine import start_ranks
 from quire.startup.tiers import attach_stores, history_file, weights_version
 from quire.startup.trial_notes import TrialNote, find_note
@@ -220,6 +222,11 @@ def _load_with(
         version=weights_version(config, files),
         places=loaded.places,
     )
+    workers = engine.workers
+    if isinstance(workers, GuardedWorkers) and isinstance(workers.inner, Runner):
+        encode = None if tokenizer is None else tokenizer.encode
+        host = LiveModel(config, files, loaded, workers.inner, device, build_model_engine, encode)
+        ModelControl(engine, host)
     engine.run_warm_up()  # for one request, so that the first one meets neither a compiler nor a broken kernel
     if loaded.model.ops.native is not None:
         torch.set_num_threads(1)  # the native thread pool uses the cores; torch only runs small operations

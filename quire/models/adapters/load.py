@@ -26,7 +26,7 @@ MAX_NAMED = 3
 
 def load_adapter(files: AdapterFiles, places: Places, *, dtype: torch.dtype, max_rank: int) -> Adapter:
     """Returns the adapter for the model of these places, its tensors in `dtype`."""
-    if not places.modules:
+    if places.is_empty:
         what = "A model that runs through transformers takes no adapters."
         raise QuireError("unsupported_adapter", what, "Merge the adapter into the weights.", "adapter")
     if files.config is None:

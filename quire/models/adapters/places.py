@@ -78,6 +78,15 @@ class Places:
     def embedding(self, name: str) -> Place | None:
         return _find(self._embeddings, name)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model has no weight that adapters can change."""
+        return not self._linears
+
+    def release(self) -> None:
+        """Lets go of the model, so that its memory can be freed. Names and shapes stay."""
+        self.modules = []
+
     def attach(self, pool: AdapterPool) -> None:
         """Connects every weight to the adapters of this pool."""
         for number, module in enumerate(self.modules):

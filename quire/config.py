@@ -188,6 +188,10 @@ class ServerConfig:
     """The HTTP server and its supervision of the engine process."""
 
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 is reachable from the network, so set an API key")
+    uds: str | None = knob(None, "Unix socket to listen on instead of an address", unit="path")
+    root_path: str = knob("", "path below which a proxy shows this server, such as /llm")
+    tls_cert: str | None = knob(None, "TLS certificate chain (PEM) of the server", unit="path")
+    tls_key: str | None = knob(None, "private key of the TLS certificate (default: in the same file)", unit="path")
     port: int = knob(8000, "port to listen on (0: any free port)", low=0, high=65535)
     api_key: str | None = knob(None, "API key that clients must send; separate several by commas", secret=True)
     admin_key: str | None = knob(None, "key of the admin routes, which are disabled without it", secret=True)
@@ -251,6 +255,9 @@ class ServerConfig:
         None, "SQLite file of batches and their files (default: not kept after exit)", unit="path"
     )
     max_batch_bytes: int = knob(1 << 30, "maximum size of all files of batches", low=1024, unit="bytes")
+    metric_names: str = knob(
+        "quire", "names in /metrics; vllm adds vLLM's, for tools that ask for those", choices=("quire", "vllm")
+    )
     tool_format: str | None = knob(None, "format of the model's tool calls (default: detected from its chat template)")
     log_level: str = knob("info", "minimum severity of log lines", choices=("debug", "info", "warning", "error"))
     log_form: str = knob("text", "format of log lines", choices=("text", "json"))

@@ -32,6 +32,9 @@ class SchedulerLimits:
     stages: int = 1  # of the pipeline, among which running requests are spread
 
 
+NUM_SIZES = 15  # classes of batch sizes: up to 1, 2, 4, ... 8192 rows, and more
+
+
 class StepShape(NamedTuple):
     """Numbers of rows and tokens in one step."""
 
@@ -104,6 +107,7 @@ class SchedulerStats:
     rows: int = 0  # summed over all steps
     prompt_rows: int = 0  # rows that computed prompt tokens
     prompt_tokens: int = 0  # computed tokens of prompts; the other computed tokens were sampled
+    batch_sizes: list[int] = field(default_factory=lambda: [0] * NUM_SIZES)  # steps by rows: up to 1, 2, 4, 8, ...
     recent: deque[StepShape] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     stage_busy: list[float] = field(default_factory=list)  # seconds that each pipeline stage computed
     stage_seconds: float = 0.0  # time in which those steps were in flight
@@ -128,4 +132,5 @@ class SchedulerStats:
         self.rows += num_rows
         self.prompt_rows += prompt_rows
         self.prompt_tokens += prompt_tokens
+        self.batch_sizes[min(NUM_SIZES - 1, max(0, num_rows - 1).bit_length())] += 1
         self.recent.append(StepShape(plan.step, num_rows, prompt_rows, num_tokens, prompt_tokens))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from quire.engine.host.wire import TierUsage
 from quire.engine.limits import SpeculationStats
@@ -52,7 +53,10 @@ class EngineCollector:
             for family, values in self._families(replica):
                 known = families.setdefault(family.name, family)
                 for labels, value in values:
-                    known.add_metric([replica.label, *labels], value)
+                    if isinstance(value, tuple):
+                        known.add_metric([replica.label, *labels], *value)
+                    else:
+                        known.add_metric([replica.label, *labels], value)
         yield from families.values()
 
     def _families(self, replica: Replica) -> Iterator[tuple[Any, Values]]:
@@ -73,6 +77,7 @@ class EngineCollector:
             yield _counter(f"quire_engine_{name}", text, _one(getattr(beat, name)))
         for name, text in self.GAUGES:
             yield _gauge(f"quire_engine_{name}", text, _one(getattr(beat, name)))
+        yield _batch_sizes(beat.batch_sizes, beat.rows)
         per_step = beat.computed_tokens / beat.steps if beat.steps else 0.0
         yield _gauge("quire_engine_batch_tokens", "Mean tokens of a step since the start", _one(per_step))
         yield _gauge("quire_engine_up", "1 while an engine is attached, else 0", _one(client.is_attached))
@@ -112,6 +117,15 @@ def _tiers(tiers: Sequence[TierUsage]) -> Iterator[tuple[Any, Values]]:
         for field, name, text in families:
             values = _by_name({tier.name: getattr(tier, field) for tier in tiers})
             yield make(f"quire_engine_tier_{name}", text, values, "tier")
+
+
+def _batch_sizes(sizes: Sequence[int], num_rows: int) -> tuple[Any, Any]:
+    """The histogram of the rows of steps."""
+    bounds = [*(str(float(1 << place)) for place in range(max(0, len(sizes) - 1))), "+Inf"]
+    counts = list(accumulate(sizes)) or [0]
+    buckets = list(zip(bounds, map(float, counts), strict=True))
+    family = HistogramMetricFamily("quire_engine_batch_size", "Rows of a step", labels=[LABEL])
+    return family, [((), (buckets, float(num_rows)))]
 
 
 def _speculation(stats: SpeculationStats) -> Iterator[tuple[Any, Values]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from quire.server.engine_metrics import EngineCollector
+from quire.server.vllm_metrics import VllmCollector
 from quire.types import Timing, Usage
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._others = CollectorRegistry()  # metrics under other servers' names
         registry: dict[str, Any] = {"registry": self.registry}
         route = ("route",)
         self._replies = Counter(
@@ -74,12 +76,15 @@ class Metrics:
             **registry,
         )
 
-    def watch(self, fleet: Fleet) -> None:
-        """Export the figures of the fleet's engines, each with the label of its replica."""
+    def watch(self, fleet: Fleet, vllm_model: str | None = None) -> None:
+        """Export the figures of the fleet's engines, each with the label of its replica. `vllm_model`: add vLLM's
+        metrics, with this name of the model."""
+        if vllm_model is not None:
+            self._others.register(VllmCollector(self.registry, fleet, vllm_model))
         self.registry.register(EngineCollector(fleet))
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self._others) + generate_latest(self.registry)
 
     def http_opened(self) -> None:
         self._open.inc()

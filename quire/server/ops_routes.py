@@ -184,6 +184,7 @@ def stats_body(server: Server) -> dict[str, Any]:
             "vocab_size": server.edge.vocab_size,
             "tool_format": server.chat.tool_format,
         },
+        "start": server.start_seconds,
         "http": {"open": server.open_replies, "live": server.fleet.num_live, "draining": server.draining},
     }
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from starlette.types import ASGIApp
 from quire.client.engine_client import EngineClient
 from quire.client.fleet import Fleet, Replica
 from quire.client.supervisor import Supervisor, SupervisorLimits, link_starter
-from quire.config import Config
+from quire.config import Config, ServerConfig
 from quire.config_build import engine_settings
 from quire.edge import Edge
 from quire.files.adapters import NamedAdapters, parse_adapters, read_adapter
@@ -63,7 +65,8 @@ async def serve(
     """Run until a signal stops the server and return the exit code. `on_ready` gets the URL once requests are
     accepted."""
     log = Log(config.server.log_level, config.server.log_form)
-    listener = bind(config.server.host, config.server.port, config.server.send_timeout)
+    phases = PhaseTimes()
+    listener = listen(config.server)
     setup = Setup.of(config, files)
     work = WorkerPool(setup, log.write)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -71,6 +74,7 @@ async def serve(
     loop.add_signal_handler(signal.SIGTERM, task.cancel)  # nothing to drain while the model loads
     try:
         tokenizer = await asyncio.to_thread(load, files)
+        phases.end("tokenizer")
         if tokenizer is None:
             raise QuireError("no_tokenizer", "The model has no tokenizer, so it can't be served.", "Add its files.")
         start_link = link_starter(engine_command, config.server.start_timeout)
@@ -84,7 +88,9 @@ async def serve(
         fleet = Fleet({names[0]: [Replica("0", client, supervisor)]})
         starting = asyncio.create_task(work.start())
         await fleet.start()
+        phases.end("engine")
         await starting
+        phases.end("text_workers")
     except BaseException as error:
         listener.close()
         await work.close()
@@ -95,11 +101,33 @@ async def serve(
     try:
         server = make_server(config, fleet, tokenizer, log, setup, work)
         log.write("info", "formats", found="; ".join(server.chat.format_notes) or "the model has no chat template")
-        return await _run(server, listener, create_app(server, version), on_ready)
+        app = create_app(server, version)
+        phases.end("application")
+        server.start_seconds = phases.seconds()
+        log.write("info", "started", **server.start_seconds)
+        return await _run(server, listener, app, on_ready)
     finally:
         listener.close()
+        if config.server.uds is not None:
+            Path(config.server.uds).unlink(missing_ok=True)
         await work.close()
         await fleet.stop(at_once=server is None or server.at_once)
+
+
+class PhaseTimes:
+    """The durations of the phases of a start, one after the other."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._started = self._last = time.monotonic()
+
+    def end(self, name: str) -> None:
+        now = time.monotonic()
+        self._seconds[name], self._last = now - self._last, now
+
+    def seconds(self) -> dict[str, float]:
+        rounded = {name: round(seconds, 3) for name, seconds in self._seconds.items()}
+        return {**rounded, "total": round(self._last - self._started, 3)}
 
 
 def make_server(config: Config, fleet: Fleet, tokenizer: Tokenizer, log: Log, setup: Setup, work: TextWork) -> Server:
@@ -116,7 +144,7 @@ def make_server(config: Config, fleet: Fleet, tokenizer: Tokenizer, log: Log, se
     )
     chat = ChatPrompts(edge, setup, work)
     metrics = Metrics()
-    metrics.watch(fleet)
+    metrics.watch(fleet, served_names(config)[0] if settings.metric_names == "vllm" else None)
     return Server(
         config=config,
         fleet=fleet,
@@ -143,6 +171,63 @@ def served_names(config: Config) -> list[str]:
         return [name for name in names if name] or ["model"]
     name = config.model.model
     return [Path(name).resolve().name if Path(name).exists() else name]
+
+
+def listen(settings: ServerConfig) -> socket.socket:
+    """The listening socket that the settings ask for."""
+    tls_context(settings)  # a certificate that can't be read is said before the model is loaded
+    if settings.uds is not None:
+        return bind_unix(settings.uds)
+    return bind(settings.host, settings.port, settings.send_timeout)
+
+
+def bind_unix(path: str) -> socket.socket:
+    """A listening Unix socket that only this user can reach. A socket that nobody listens on is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                    other.connect(path)
+                raise OSError("another server listens on it")
+            except ConnectionRefusedError:
+                Path(path).unlink()
+        mask = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
+        listener.listen(BACKLOG)
+        return listener
+    except OSError as error:
+        listener.close()
+        what = f"Can't listen on {path}: {error.strerror or error}."
+        raise QuireError("address_in_use", what, "Choose another --uds.", "uds") from None
+
+
+def tls_context(settings: ServerConfig) -> ssl.SSLContext | None:
+    """The server's certificate; None without one."""
+    if settings.tls_cert is None:
+        if settings.tls_key is not None:
+            raise QuireError("invalid_setting", "--tls-key needs --tls-cert.", param="tls_key")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        what = f"The certificate {settings.tls_cert} can't be used: {error}."
+        raise QuireError("invalid_setting", what, "Give PEM files that belong together.", "tls_cert") from None
+    return context
+
+
+def address_of(listener: socket.socket, *, secure: bool) -> str:
+    """The URL of a listening socket."""
+    scheme = "https" if secure else "http"
+    if listener.family == getattr(socket, "AF_UNIX", None):
+        return f"{scheme}+unix://{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bind(host: str, port: int, send_timeout: float = 0.0) -> socket.socket:
@@ -181,6 +266,8 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
             timeout_keep_alive=75,
         )
     )
+    http.config.load()
+    http.config.ssl = tls_context(server.config.server)
     library = logging.getLogger("uvicorn.error")
     library.propagate = False
     library.addHandler(LibraryLines(server.log))
@@ -197,8 +284,7 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
             server.batches.start()
         gc.collect()
         gc.freeze()  # else a full collection visits every imported object, which delays all streams by 50 ms
-        host, port = listener.getsockname()[:2]
-        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        on_ready(address_of(listener, secure=http.config.ssl is not None))
     delay = LoopDelay(loop, server.metrics.loop_delayed)
     delay.start()
     await serving

@@ -54,6 +54,7 @@ class Server:
     streams: KeptStreams
     created: int  # start of the server, Unix seconds
     batches: Background | None = None  # set by the app, whose routes it calls
+    start_seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the start
     draining: bool = False
     at_once: bool = False  # second stop signal: do not drain
     open_replies: int = 0

@@ -88,7 +88,7 @@ def test_files_need_no_key_and_load_nothing_from_elsewhere(server: Started) -> N
 def test_every_file_that_is_asked_for_is_there() -> None:
     for path in STATIC.iterdir():
         text = path.read_text()
-        asked = re.findall(r'(?:href|src)="/page/([\w.]+)"', text) + re.findall(r'from "\./([\w.]+)"', text)
+        asked = re.findall(r'(?:href|src)="page/([\w.]+)"', text) + re.findall(r'from "\./([\w.]+)"', text)
         assert all((STATIC / name).is_file() for name in asked), (path.name, asked)
         assert "innerHTML" not in text and "eval(" not in text, "text becomes elements in one way only: dom.js"
 

@@ -34,6 +34,8 @@ def make_text() -> str:
     client.beat = Beat(
         steps=4,
         computed_tokens=100,
+        rows=7,
+        batch_sizes=[2, 1, 0, 1],
         running=2,
         groups=[GroupUsage("full", 10, 7)],
         transitions={"turn": 5},
@@ -63,6 +65,13 @@ def test_engine_figures_come_from_the_last_beat() -> None:
         and 'quire_engine_stage_idle{engine="0",stage="1"} 0.5' in text
         and 'quire_engine_up{engine="0"} 1.0' in text
     )
+
+
+def test_steps_are_counted_by_rows() -> None:
+    text = make_text()
+    for bound, count in (("1.0", 2), ("2.0", 3), ("4.0", 3), ("+Inf", 4)):
+        assert f'quire_engine_batch_size_bucket{{engine="0",le="{bound}"}} {count}.0' in text, text
+    assert 'quire_engine_batch_size_sum{engine="0"} 7.0' in text
 
 
 def test_drafts_are_counted_by_proposer_and_position() -> None:

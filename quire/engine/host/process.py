@@ -273,6 +273,7 @@ def beat_of(engine: Engine, busy_seconds: float = 0.0) -> wire.Beat:
         prompt_rows=stats.prompt_rows,
         prompt_tokens=stats.prompt_tokens,
         recent=list(stats.recent),
+        batch_sizes=list(stats.batch_sizes),
         suspects=engine.num_suspects,
         state=engine.states.state.value,
         transitions=dict(engine.states.counts),

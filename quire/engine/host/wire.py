@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.engine.host.frames import decode_payload, encode_payload
-from quire.engine.limits import KEPT_STEPS, SpeculationStats, StepShape
+from quire.engine.limits import KEPT_STEPS, NUM_SIZES, SpeculationStats, StepShape
 from quire.types import Delta, GrammarSpec, QuireError, Request, SamplingParams
 from quire.types.bounds import MAX_ERROR, MAX_VALUES, RequestId, TokenIds
 from quire.types.control import ControlCommand, ControlReply
@@ -165,6 +165,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     prompt_rows: int = 0
     prompt_tokens: int = 0
     recent: Annotated[list[StepShape], Meta(max_length=KEPT_STEPS)] = []  # the last steps, oldest first
+    batch_sizes: Annotated[list[int], Meta(max_length=NUM_SIZES)] = []  # steps by rows: up to 1, 2, 4, 8, ...
     suspects: int = 0  # groups of requests that run alone after a failed step
     state: str = "idle"
     transitions: dict[str, int] = {}

@@ -57,12 +57,17 @@ class Gate:
         self._origins = {origin for origin in origins if origin}
         settings = server.config.server
         self.names = HostNames(settings.host, settings.allowed_hosts, not server.keys, self._origins)
+        self._root_path = settings.root_path.rstrip("/")
         self.pace = BodyPace(settings.body_timeout, settings.min_body_rate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        root = self._root_path
+        if root and scope["path"].startswith(f"{root}/"):  # a proxy that passes its own prefix on
+            path = scope["path"].removeprefix(root)
+            scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "replace")}
         await _GatedRequest(self, self._app, self._server, scope, receive, send).run()
 
     def cors(self, headers: Mapping[str, str]) -> dict[str, str]:

@@ -67,7 +67,7 @@ def ollama_router(server: Server) -> APIRouter:
 
     @router.post("/api/chat", response_model=None)
     async def chat(request: Request, body: OllamaChatBody) -> Response:
-        model = _check_model(server, body.model)
+        model, body.model = body.model, _check_model(server, body.model)
         if not body.messages:
             return loaded_reply(model, {"message": {"role": "assistant", "content": ""}})
         run = await _converse(server, request, body, _messages(body.messages), body.tools)
@@ -75,7 +75,7 @@ def ollama_router(server: Server) -> APIRouter:
 
     @router.post("/api/generate", response_model=None)
     async def generate(request: Request, body: GenerateBody) -> Response:
-        model = _check_model(server, body.model)
+        model, body.model = body.model, _check_model(server, body.model)
         for name in ("images", "template", "context"):
             if getattr(body, name):
                 raise bad_request("unsupported_parameter", f"{name} is not taken here.", name)
@@ -91,7 +91,7 @@ def ollama_router(server: Server) -> APIRouter:
 
     @router.post("/api/embed", response_model=None)
     async def embed(request: Request, body: EmbedBody) -> Response:
-        model = _check_model(server, body.model)
+        model, body.model = body.model, _check_model(server, body.model)
         texts = [body.input] if isinstance(body.input, str) else body.input
         if not texts or texts == [""]:
             return Response(to_json({"model": model, "embeddings": []}), media_type="application/json")
@@ -121,11 +121,11 @@ def ollama_router(server: Server) -> APIRouter:
 
 
 def _check_model(server: Server, name: str | None) -> str:
-    """The model's name as the client wrote it. Ollama's clients add a tag, `:latest`, to names without one."""
+    """The served name of a model. Ollama's clients add a tag, `:latest`, to names without one."""
     if name is None:
         raise bad_request("missing_field", "The field 'model' is missing.", "model")
     if name not in server.names:
-        server.check_model(name.removesuffix(":latest"))
+        return server.check_model(name.removesuffix(":latest"))
     return name
 
 

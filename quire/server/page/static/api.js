@@ -47,7 +47,8 @@ export async function call(path, { body, signal } = {}) {
     let reply;
     try {
       const content = body === undefined ? undefined : JSON.stringify(body);
-      reply = await fetch(path, { method: body === undefined ? "GET" : "POST", headers, body: content, signal });
+      // Relative, so that the page works below a proxy's prefix.
+      reply = await fetch(`.${path}`, { method: body === undefined ? "GET" : "POST", headers, body: content, signal });
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new ServerError("The server can't be reached. Is it still running?");

@@ -48,8 +48,8 @@ class _Graph:
 def verify_sizes(max_rows: int) -> list[int]:
     """Returns the numbers of tokens to capture, at most half of which are padding."""
     most = min(max(max_rows, MIN_TOKENS), max_rows * (1 + MAX_DRAFTS))
-    halves = {size for power in range(1, 14) for size in (1 << power, 3 << power >> 1)}
-    return [size for size in sorted(halves - {3, 6}) if size < most] + [most]
+    found = {1 << power for power in range(1, 14)} | {3 << power for power in range(3, 13)}  # sizes of decode steps too
+    return [size for size in sorted(found) if size < most] + [most]
 
 
 class VerifyGraphs:

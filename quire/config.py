@@ -180,6 +180,9 @@ class ParallelConfig:
 
     tp: int = knob(1, "tensor-parallel ranks: processes that share every layer", low=1, high=64)
     pp: int = knob(1, "pipeline stages: processes that each have some of the layers", low=1, high=64)
+    spare_rank: bool = knob(
+        True, "keep a process that has imported torch, which replaces a lost rank sooner (some 200 MiB)"
+    )
     rank_timeout: float = knob(30.0, "seconds after which a rank that does not answer counts as lost", low=0.1)
 
 

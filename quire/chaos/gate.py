@@ -7,6 +7,7 @@ the engine is ready and no request is suspected: two losses in a row would quara
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from quire.bench.online.streamed_chat import StreamedReply, error_code, send_req
 from quire.chaos.compare import NumericTolerance, SampleNoise, compare, measure_shift
 from quire.chaos.faults import arm_fault, poison_seed
 from quire.chaos.hostile import HostileTraffic
-from quire.chaos.kinds import DEATHS, FAILING_STEPS, POISON_CODES, STEPS
+from quire.chaos.kinds import DEATHS, FAILING_STEPS, POISON_CODES, RANKS, STEPS
 from quire.chaos.report import Report
 from quire.chaos.settings import ADMIN_KEY, ChaosSettings, server_flags
 from quire.chaos.traffic import SCHEMA, ScriptedRequest, invalid_bodies, make_scripts
@@ -38,6 +39,7 @@ from quire.text.loading import load_tokenizer
 from quire.types import QuireError
 
 START_SECONDS = 300.0
+RANK_NAME = "quire-rank"  # that a rank's process gives itself once it has a place in a group
 RECOVERY_SECONDS = 180.0  # limit for the engine to be ready again
 
 
@@ -194,6 +196,8 @@ class ChaosRun:
     async def inject(self, kind: str, rng: random.Random) -> None:
         if kind in DEATHS:
             await self.kill_engine(kind)
+        elif kind in RANKS:
+            await self.lose_rank(kind, rng)
         elif kind in STEPS:
             await self.wait_until_ready()  # several failed steps in a row would implicate a suspected request
             before = await asyncio.to_thread(arm_fault, self.fault_socket, None) or {}
@@ -228,6 +232,17 @@ class ChaosRun:
         # The supervisor shrinks the pool down to half of the first engine's pages.
         shrinks = kind == "starve" and pages > 0.6 * self.settings.num_pages
         assert left < pages if shrinks else left <= pages, f"the next engine has {left} pages after one of {pages}"
+
+    async def lose_rank(self, kind: str, rng: random.Random) -> None:
+        """Kill or stop one rank. Its group is rebuilt in the engine process, which goes on."""
+        await self.wait_until_ready()
+        engine, failures = (await self.admin("GET", "/admin/engine"))["pid"], await self.failed_steps()
+        os.kill(rng.choice(rank_pids(engine)), signal.SIGKILL if kind == "rank_kill" else signal.SIGSTOP)
+        lost_at = time.monotonic()
+        await self.wait_for_failed_steps(failures)
+        self.report.regroup_seconds = sorted([*self.report.regroup_seconds, time.monotonic() - lost_at])
+        assert (await self.admin("GET", "/admin/engine"))["pid"] == engine, "the engine process was replaced"
+        await self.wait_until_ready()
 
     async def num_pages(self) -> int:
         return int((await self.admin("GET", "/admin/engine"))["memory"]["groups"][0]["units"])
@@ -353,6 +368,17 @@ class ChaosRun:
         self.report.engine_peak_bytes = state["peak_memory"]
         self.report.server_peak_bytes = status_bytes(self.process.pid, "VmHWM") if self.process is not None else 0
         self.report.errors = Counter((await self.admin("GET", "/admin/errors"))["counts"])
+
+
+def rank_pids(engine: int) -> list[int]:
+    """Return the processes of an engine's ranks, without the spare one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == engine and (folder / "comm").read_text().strip() == RANK_NAME:
+                found.append(int(folder.name))
+    return sorted(found)
 
 
 async def run_gate(settings: ChaosSettings, show: Callable[[str], None]) -> Report:

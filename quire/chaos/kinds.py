@@ -28,3 +28,14 @@ POISON_CODES = {
 }
 CLIENTS = ("hang_up", "slow_client", "vanish", "hostile", "full_disk")
 KINDS = (*DEATHS, *STEPS, *(f"poison_{name}" for name in POISON_CODES), *CLIENTS)
+
+# RANKS end or freeze one rank of a group. Faults inside the device's own steps need an engine without ranks.
+RANKS = ("rank_kill", "rank_stop")
+WITHOUT_RANKS = ("host_page", "poison_nonfinite")
+
+
+def kinds_for(num_ranks: int) -> tuple[str, ...]:
+    """Return the kinds that a server with so many ranks can have."""
+    if num_ranks == 1:
+        return KINDS
+    return (*RANKS, *(kind for kind in KINDS if kind not in WITHOUT_RANKS))

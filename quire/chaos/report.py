@@ -38,6 +38,7 @@ class Report:
     restarts: int = 0
     longest_pause: float = 0.0
     recovery_seconds: list[float] = field(default_factory=list)
+    regroup_seconds: list[float] = field(default_factory=list)  # from a fault of a rank to steps again
     engine_peak_bytes: int = 0
     server_peak_bytes: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -72,7 +73,6 @@ class Report:
         return not zero and not self.problems and self.num_requests > 0
 
     def rows(self) -> list[tuple[str, str]]:
-        recovery = self.recovery_seconds
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.by_kind.items()))
         ties = ", ".join(f"{tie.gap:.1e}" for tie in sorted(self.near_ties, key=lambda tie: -tie.gap)[:8])
         return [
@@ -95,7 +95,8 @@ class Report:
                 f"{self.shift:.1e} nats at most (near-ties are within twice that and {MAX_TIE_GAP})",
             ),
             ("diverged at near-ties", f"{len(self.near_ties)}{f' (gaps {ties})' if ties else ''}"),
-            ("recovery p50 / p99", f"{percentile(recovery, 50):.2f} s / {percentile(recovery, 99):.2f} s"),
+            ("recovery p50 / p99", _percentiles(self.recovery_seconds)),
+            ("group rebuilt p50 / p99", _percentiles(self.regroup_seconds)),
             (
                 "peak memory",
                 f"engine {format_bytes(self.engine_peak_bytes)}, server {format_bytes(self.server_peak_bytes)}",
@@ -121,6 +122,10 @@ class Report:
         if self.problems:
             lines += ["", "Problems:", "", *(f"- {problem}" for problem in self.problems[:MAX_EXAMPLES])]
         return "\n".join(lines) + "\n"
+
+
+def _percentiles(seconds: list[float]) -> str:
+    return f"{percentile(seconds, 50):.2f} s / {percentile(seconds, 99):.2f} s"
 
 
 def _shown(counts: Counter[str]) -> str:

@@ -28,6 +28,8 @@ class ChaosSettings:
     kernels: str = "auto"
     kinds: tuple[str, ...] = KINDS
     hostile: float = 0.1  # share of requests that are hostile
+    tp: int = 1
+    pp: int = 1
     speculate: str | None = None  # proposers of drafts; None: the server's default
 
     @property
@@ -64,6 +66,7 @@ def server_flags(settings: ChaosSettings, model: str, tokenizer: Tokenizer, fold
         values["--kernels"] = settings.kernels
     if settings.speculate is not None:
         values["--speculate"] = settings.speculate
+    values |= {"--tp": str(settings.tp), "--pp": str(settings.pp)}
     flags = [word for flag in values.items() for word in flag]
     flags += ["--random-weights"] if settings.model == "tiny" else []
     return flags + (["--deterministic"] if settings.deterministic else [])

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from quire.chaos.kinds import KINDS
+from quire.chaos.kinds import KINDS, kinds_for
 from quire.config import knobs
 from quire.types import QuireError
 
@@ -37,6 +37,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--hang-timeout", type=float, default=20.0, help="seconds until a stuck engine is replaced")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     parser.add_argument("--kernels", default="auto", help="kernels of the engine (torch: float32 throughout)")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share every layer; faults of ranks are added")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages; the same")
     parser.add_argument(
         "--speculate", help="proposers of drafts of the engine (default: the server's); answers are compared without"
     )
@@ -49,15 +51,23 @@ def run(args: Namespace) -> int:
     from quire.chaos.settings import ChaosSettings
 
     shortest = knobs()["hang_timeout"].low or 0.0  # the server's own lower bound
-    for name, low in (("minutes", 0.01), ("streams", 1), ("max_tokens", 2), ("hang_timeout", shortest)):
+    for name, low in (
+        ("minutes", 0.01),
+        ("streams", 1),
+        ("tp", 1),
+        ("pp", 1),
+        ("max_tokens", 2),
+        ("hang_timeout", shortest),
+    ):
         if getattr(args, name) < low:
             raise QuireError("usage", f"--{name.replace('_', '-')} must be at least {low:g}.")
     if not 0 <= args.hostile < 1:
         raise QuireError("usage", f"--hostile {args.hostile:g} is not a share of at least 0 and below 1.")
-    kinds = tuple(args.kinds.split(",")) if args.kinds else KINDS
-    unknown = [kind for kind in kinds if kind not in KINDS]
+    possible = kinds_for(args.tp * args.pp)
+    kinds = tuple(args.kinds.split(",")) if args.kinds else possible
+    unknown = [kind for kind in kinds if kind not in possible]
     if unknown:
-        raise QuireError("usage", f"There is no fault called {unknown[0]!r}.", f"There are {', '.join(KINDS)}.")
+        raise QuireError("usage", f"There is no fault called {unknown[0]!r}.", f"There are {', '.join(possible)}.")
     settings = ChaosSettings(
         args.model,
         args.minutes * 60,
@@ -72,6 +82,8 @@ def run(args: Namespace) -> int:
         kinds=kinds,
         hostile=args.hostile,
         speculate=args.speculate,
+        tp=args.tp,
+        pp=args.pp,
     )
     say = _make_printer(args.json)
     report = asyncio.run(run_gate(settings, say))

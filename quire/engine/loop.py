@@ -20,13 +20,14 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.sessions import Sessions
 from quire.engine.states import LOOP_TRANSITIONS, LoopState, StateMachine
 from quire.engine.trace import NO_TRACE, Tracer
-from quire.engine.workers import DeviceLost, Ticket, Workers
+from quire.engine.workers import DeviceLost, RanksLost, Ticket, Workers
 from quire.types import Delta, GrammarSpec, Plan, QuireError, Request, is_out_of_memory
 
 Deliver = Callable[[list[Delta]], object]
 FillMasks = Callable[[Plan, Mapping[str, Request]], Mapping[int, bytes]]
 SESSION_WAIT_SECONDS = 0.05  # between two looks at a session's command
 SAVE_SECONDS = 60.0  # for each store to write what is queued
+MAX_REGROUPS = 2  # maximum times that a group is rebuilt without a step that commits
 MAX_SUSPECTS = 64  # maximum number of suspects that a `StepFault` names
 
 
@@ -72,6 +73,7 @@ class Engine:
         self._last_done = 0.0  # completion time of the last committed step
         self.states: StateMachine[LoopState] = StateMachine(LoopState.IDLE, LOOP_TRANSITIONS)
         self._faults: list[StepFault] = []
+        self._num_regroups = 0  # since the last commit
         self.sessions = Sessions(lambda: self.scheduler.cache)
         self.controls = Controls(self.adapters)
         self.is_held = False  # no step is planned, because a command changes what steps compute, or the model sleeps
@@ -205,6 +207,11 @@ class Engine:
                 if len(self._inflight) >= depth:  # at depth 1 no step is planned ahead, so the commit need not wait
                     deltas += self._commit_oldest()
             self.states.move("rest")
+        except RanksLost as lost:
+            self.states.move("fail")
+            self._flush_deferred()
+            self._regroup(lost)  # deltas of earlier commits are still delivered
+            self.states.move("rolled_back")
         except (DeviceLost, EngineBroken):
             self.states.move("fail")
             raise
@@ -231,6 +238,7 @@ class Engine:
         with self.tracer.span("wait", plan):
             output = ticket.wait()
         self.states.move("commit")
+        self._num_regroups = 0
         self._inflight.popleft()
         done = self.scheduler.clock()
         seconds = done - max(started, self._last_done)  # a step runs once the previous one is done
@@ -281,6 +289,29 @@ class Engine:
         if culprit is not None:
             self.scheduler.fail(culprit, _request_error(error))
         self.scheduler.restrict(self._bisection.group)
+
+    def _regroup(self, lost: RanksLost) -> None:
+        """Let the group replace its lost ranks, and start all requests again from the tokens that they have.
+
+        Raises `lost` if no step has committed since the last few times: a request may be at fault, and the process that
+        owns this engine finds out which.
+        """
+        self._num_regroups += 1
+        if self._num_regroups > MAX_REGROUPS:
+            raise lost
+        self.tracer.note("rank lost", error=str(lost))
+        lost.regroup()
+        self.scheduler = self.scheduler.restarted()
+        self.adapters.slots = self.scheduler.adapters
+        self._inflight.clear()
+        self._bisection = Bisection()
+        for request in self.scheduler.requests.values():
+            if request.suspect:
+                self._bisection.isolate(request.id, len(request.tokens))
+        self.scheduler.restrict(self._bisection.group)
+        self._last_done = self.scheduler.clock()
+        self._faults.append(StepFault("rank_lost", str(lost)[:1000], (), None))
+        self.tracer.note("group rebuilt")
 
     def take_faults(self) -> list[StepFault]:
         """Return the steps that failed since the last call."""

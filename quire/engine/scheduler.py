@@ -524,6 +524,22 @@ class Scheduler:
         new.table.reset(self.table.last_step)
         return new
 
+    def restarted(self) -> Scheduler:
+        """Return a scheduler with the same requests, all in the queue, and an empty cache: the device has lost it.
+
+        Each request goes on from the tokens that have committed.
+        """
+        requests = sorted(self.requests.values(), key=self._order)
+        new = self.empty_copy()
+        new._ended = self._ended
+        for request in requests:
+            request.status, request.row = Status.WAITING, -1
+            request.computed = request.planned = request.pending = request.inflight = 0
+            request.num_drafts = request.num_proposals = request.num_replayed = 0
+            new.table.add(request)
+            new._deadlines.add(request)
+        return new
+
     # -- integrity ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ Steps run in the order of the calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from quire.types import Plan, QuireError, StepOutput
@@ -51,3 +51,11 @@ class DeviceLost(QuireError):
         super().__init__(
             "device_lost", f"{what.rstrip('.')}.", "Start the engine again; `quire doctor` looks at the GPU."
         )
+
+
+class RanksLost(DeviceLost):
+    """Some ranks of a group have ended or do not answer. `regroup` replaces them; what the cache held is lost."""
+
+    def __init__(self, what: str, regroup: Callable[[], None]):
+        super().__init__(what)
+        self.regroup = regroup

@@ -53,6 +53,13 @@ class GroupMemory:
             self._map = mmap.mmap(file.fileno(), 0)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
+    def end(self, rank: int) -> None:
+        """Says that a rank has ended: operations that wait for it fail at once."""
+        load_library().quire_group_end(self.address, rank)
+
+    def has_ended(self, rank: int) -> bool:
+        return bool(load_library().quire_group_has_ended(self.address, rank))
+
     def position(self, rank: int) -> RankPosition:
         joined, step = ctypes.c_int64(), ctypes.c_int64()
         load_library().quire_group_read(self.address, rank, ctypes.byref(joined), ctypes.byref(step))
@@ -115,6 +122,16 @@ class SharedMemoryCommunicator:
     def enter_step(self, step: int) -> None:
         """Notes this rank's step for those that watch the group."""
         self._library.quire_group_step(self._handle, step)
+
+    def rejoin(self, memory: GroupMemory) -> None:
+        """Goes on in the memory of a group that has been rebuilt with as many ranks."""
+        self._library.quire_group_rejoin(self._handle, memory.address)
+        self._memory = memory
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the group has lost a rank, so that waiting is useless."""
+        return self._memory.has_ended(self._rank)
 
     def leave(self) -> None:
         """Ends this rank's part: operations that wait for it fail at once."""

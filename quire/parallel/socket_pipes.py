@@ -42,6 +42,8 @@ def listen(address: str) -> socket.socket:
     kind, _, place = address.partition(":")
     if kind == "unix":
         server = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(place)  # of a rank that this one replaces
         server.bind(place)
     else:
         server = socket.socket()

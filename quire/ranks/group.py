@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from quire.engine.host.step_messages import StepMasks, StepWriter, engine_reader
+from quire.engine.workers import DeviceLost, RanksLost
 from quire.types import Plan, StepOutput
 
 
@@ -25,22 +27,31 @@ class RankConnection(Protocol):
 class RankGroup:
     """Implements `Workers`."""
 
-    def __init__(self, links: Sequence[RankConnection], answering: int, on_close: Callable[[], None] = lambda: None):
-        """`links`: one per rank. `answering`: index of the rank that sends outputs. `on_close`: ends the ranks."""
+    def __init__(
+        self,
+        links: Sequence[RankConnection],
+        answering: int,
+        on_close: Callable[[], None] = lambda: None,
+        regroup: Callable[[], Sequence[RankConnection]] | None = None,
+    ):
+        """`links`: one per rank. `answering`: index of the rank that sends outputs. `on_close`: ends the ranks.
+        `regroup`: replaces the lost ranks and returns the new links."""
         self._on_close = on_close
+        self._replace = regroup
         self._links = list(links)
         self._answering = answering
         self._writer, self._reader = StepWriter(), engine_reader()
         self._steps: deque[GroupTicket] = deque()  # sent, in order, whose outputs have not come
 
-    def forward(self, plan: Plan) -> Plan:
+    def forward(self, plan: Plan) -> SentPlan:
         self._send(self._writer.write(plan))
-        return plan
+        return SentPlan(plan)
 
-    def sample(self, forward: Plan, masks: Mapping[int, bytes] | None = None) -> GroupTicket:
-        if forward.may_mask:
-            self._send(self._writer.write(StepMasks(forward.step, dict(masks or {}))))
-        ticket = GroupTicket(self)
+    def sample(self, forward: SentPlan, masks: Mapping[int, bytes] | None = None) -> GroupTicket:
+        plan = forward.plan
+        if plan.may_mask:
+            self._send(self._writer.write(StepMasks(plan.step, dict(masks or {}))))
+        ticket = GroupTicket(self, plan.step)
         self._steps.append(ticket)
         return ticket
 
@@ -53,21 +64,49 @@ class RankGroup:
         self._on_close()
 
     def receive(self, ticket: GroupTicket) -> StepOutput:
-        """Returns a step's output. Outputs come in the order of the steps."""
+        """Returns a step's output. Outputs come in the order of the steps; those of steps that failed before they were
+        sampled, for which there is no ticket, are skipped."""
         while ticket.output is None:
-            self._steps.popleft().output = self._reader.read(self._links[self._answering].read())
+            try:
+                frame = self._links[self._answering].read()
+            except DeviceLost as error:
+                raise self._lost(error) from error
+            output = self._reader.read(frame)
+            if self._steps and self._steps[0].step == output.step:
+                self._steps.popleft().output = output
         return ticket.output
 
     def _send(self, frame: bytes) -> None:
-        for link in self._links:
-            link.write(frame)
+        try:
+            for link in self._links:
+                link.write(frame)
+        except DeviceLost as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: DeviceLost) -> DeviceLost:
+        return error if self._replace is None else RanksLost(error.what, self._regroup)
+
+    def _regroup(self) -> None:
+        """Replaces the lost ranks. The steps in flight are lost."""
+        assert self._replace is not None
+        self._links = list(self._replace())
+        self._writer, self._reader = StepWriter(), engine_reader()
+        self._steps.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class SentPlan:
+    """A step whose forward pass the ranks run."""
+
+    plan: Plan
 
 
 class GroupTicket:
     """A step of a group in flight. Implements `Ticket`."""
 
-    def __init__(self, group: RankGroup):
+    def __init__(self, group: RankGroup, step: int):
         self._group = group
+        self.step = step
         self.output: StepOutput | None = None
 
     def wait(self) -> StepOutput:

@@ -9,22 +9,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quire.cache.memory import MemoryPlan
+from quire.engine.host.step_messages import MARK
 from quire.engine.workers import DeviceLost
 from quire.parallel.mesh import Mesh
 from quire.parallel.shared_memory import GroupMemory, create_group_memory
 from quire.ranks import messages
 from quire.ranks.group import RankGroup
-from quire.ranks.messages import AgreedCache, FromRank, RankFailed, RankLoaded, RankReady, StartRank
+from quire.ranks.messages import AgreedCache, FromRank, RankFailed, RankLoaded, RankReady, Regroup, StartRank
 from quire.ranks.socket_links import FrameSocket, SocketRankConnection
 from quire.types import QuireError
 
 START_SECONDS = 600.0  # deadline of loading the model on all ranks
+ANSWER_SECONDS = 10.0  # for a rank to answer that it has joined a rebuilt group; it may be in the middle of a step
 END_SECONDS = 2.0  # time in which ranks should end by themselves before they are killed
 
 
@@ -56,9 +58,14 @@ class _Rank:
 class LocalRanks:
     """The ranks of one group, as processes of this machine. Implements what `RankGroup` needs to close them."""
 
-    def __init__(self, settings: Mapping[str, Any], mesh: Mesh, seconds: float):
+    def __init__(self, settings: Mapping[str, Any], mesh: Mesh, seconds: float, keeps_spare: bool = False):
         """Starts the processes, which load the model, and waits until all have. `settings`: those of the engine;
-        `seconds`: deadline of each operation of the group."""
+        `seconds`: deadline of each operation of the group. `keeps_spare`: a process that has imported torch waits to
+        replace a lost rank."""
+        self._generation = 0  # how often the group was rebuilt
+        self._agreed = AgreedCache(num_units=[], num_host_units=None)
+        self._spare: tuple[subprocess.Popen[bytes], FrameSocket] | None = None
+        self._keeps_spare = keeps_spare
         self._settings, self._mesh, self._seconds = dict(settings), mesh, seconds
         self._ranks: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="quire-ranks-")  # of this user only; holds the pipes' sockets
@@ -66,7 +73,7 @@ class LocalRanks:
         paths = [create_group_memory(mesh.tp) for _ in range(mesh.pp)]  # one for each stage
         try:
             self._memories = [GroupMemory(path) for path in paths]
-            self._ranks = [_start(number, *mesh.place(number)) for number in range(mesh.size)]
+            self._ranks = [_Rank(number, *mesh.place(number), *_spawn()) for number in range(mesh.size)]
             for rank in self._ranks:
                 rank.frames.write(messages.encode(self._start_message(rank, paths[rank.stage])))
             deadline = time.monotonic() + START_SECONDS
@@ -88,6 +95,7 @@ class LocalRanks:
             seconds=self._seconds,
             stage=rank.stage,
             stages=self._mesh.pp,
+            generation=self._generation,
             num_ranks=self._mesh.size,
             pipes=pipes if self._mesh.pp > 1 else {},
             secret=self._secret,
@@ -104,8 +112,9 @@ class LocalRanks:
         if all(plan.num_host_units is not None for plan in plans):
             host = [min(counts) for counts in zip(*(plan.num_host_units or () for plan in plans), strict=True)]
         deadline = time.monotonic() + START_SECONDS
+        self._agreed = AgreedCache(num_units=units, num_host_units=host)
         for rank in self._ranks:
-            rank.frames.write(messages.encode(AgreedCache(num_units=units, num_host_units=host)))
+            rank.frames.write(messages.encode(self._agreed))
         for rank in self._ranks:
             _expect(rank.receive(deadline), RankReady)
         capacity = min(plan.capacity_tokens for plan in plans)
@@ -115,11 +124,68 @@ class LocalRanks:
 
     def group(self) -> RankGroup:
         """Returns the workers that send plans to these ranks."""
-        connections = [
+        self._start_spare()
+        answering = self._mesh.answering
+        return RankGroup(self._connections(), answering, on_close=self.close, regroup=self._regroup)
+
+    def _connections(self) -> list[SocketRankConnection]:
+        return [
             SocketRankConnection(rank.number, rank.frames, self._seconds + 1, self._describe, self._look)
             for rank in self._ranks
         ]
-        return RankGroup(connections, answering=self._mesh.answering, on_close=self.close)
+
+    def _regroup(self) -> list[SocketRankConnection]:
+        """Replaces ranks that have ended, are stopped or do not answer. The others keep their weights."""
+        self._generation += 1
+        for memory in self._memories:
+            for index in range(self._mesh.tp):
+                memory.end(index)  # whoever waits for a rank stops waiting
+        paths = [create_group_memory(self._mesh.tp) for _ in range(self._mesh.pp)]
+        try:
+            self._memories = [GroupMemory(path) for path in paths]
+            told = [rank for rank in self._ranks if self._tell(rank, paths[rank.stage])]
+            started = [self._replace(rank, paths) for rank in self._ranks if rank not in told]
+            deadline = time.monotonic() + min(self._seconds, ANSWER_SECONDS)
+            silent = [rank for rank in told if not _is_ready(rank, deadline)]
+            started += [self._replace(rank, paths) for rank in silent]
+            deadline = time.monotonic() + START_SECONDS
+            for rank in started:
+                _expect(rank.receive(deadline), RankLoaded)
+                rank.frames.write(messages.encode(self._agreed))
+            for rank in started:
+                _expect(rank.receive(deadline), RankReady)
+        finally:
+            for path in paths:
+                path.unlink()
+        self._start_spare()
+        return self._connections()
+
+    def _tell(self, rank: _Rank, memory: Path) -> bool:
+        """Tells a rank that the group is rebuilt. False: it has ended or is stopped."""
+        if rank.process.poll() is not None or is_stopped(rank.process.pid):
+            return False
+        try:
+            rank.frames.write(messages.encode(Regroup(generation=self._generation, memory=str(memory))))
+        except OSError:
+            return False
+        return True
+
+    def _replace(self, lost: _Rank, paths: Sequence[Path]) -> _Rank:
+        """Ends a rank and starts another in its place, which loads its weights meanwhile."""
+        lost.process.kill()
+        lost.process.wait()
+        lost.frames.close()
+        spare, self._spare = self._spare, None
+        if spare is not None and spare[0].poll() is not None:
+            spare = None
+        rank = _Rank(lost.number, lost.stage, lost.index, *(spare or _spawn()))
+        self._ranks[rank.number] = rank
+        rank.frames.write(messages.encode(self._start_message(rank, paths[rank.stage])))
+        return rank
+
+    def _start_spare(self) -> None:
+        if self._keeps_spare and self._spare is None:
+            self._spare = _spawn(is_spare=True)
 
     @property
     def pids(self) -> list[int]:
@@ -127,6 +193,12 @@ class LocalRanks:
 
     def close(self) -> None:
         """Ends the ranks: by closing their sockets, or by force if they do not end in time."""
+        if self._spare is not None:
+            process, frames = self._spare
+            process.kill()
+            process.wait()
+            frames.close()
+            self._spare = None
         for rank in self._ranks:
             rank.frames.close()
         deadline = time.monotonic() + END_SECONDS
@@ -165,15 +237,28 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
-def _start(number: int, stage: int, index: int) -> _Rank:
+def _spawn(*, is_spare: bool = False) -> tuple[subprocess.Popen[bytes], FrameSocket]:
+    """Starts the process of a rank, which waits for its start message."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "quire.startup.rank_process", str(theirs.fileno())]
+        command += ["spare"] if is_spare else []
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=environment
         )
-    return _Rank(number, stage, index, process, FrameSocket(ours))
+    return process, FrameSocket(ours)
+
+
+def _is_ready(rank: _Rank, deadline: float) -> bool:
+    """Returns whether a rank says that it has joined the rebuilt group. What it sent before is skipped."""
+    try:
+        while (frame := rank.frames.read(deadline)) is not None:
+            if not frame.startswith(MARK) and isinstance(messages.decode_from_rank(frame), RankReady):
+                return True
+    except (TimeoutError, OSError):
+        return False
+    return False
 
 
 def _expect(message: FromRank, kind: type[Any]) -> Any:

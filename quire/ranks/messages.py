@@ -26,6 +26,7 @@ class StartRank(msgspec.Struct, tag="start", kw_only=True):
     seconds: float  # deadline of operations of the group
     stage: Rank = 0
     stages: Rank = 1
+    generation: int = 0  # of the group, see `Regroup`
     num_ranks: Rank = 1  # of the group on this machine
     pipes: Addresses = {}  # stage -> addresses of the rank with this index there
     secret: Annotated[bytes, Meta(max_length=64)] = b""  # that ranks prove to each other
@@ -54,6 +55,13 @@ class RankReady(msgspec.Struct, tag="ready", kw_only=True):
     """Rank to engine: it waits for plans."""
 
 
+class Regroup(msgspec.Struct, tag="regroup", kw_only=True):
+    """Engine to rank: some ranks were replaced. It forgets its steps and answers `RankReady`."""
+
+    generation: int  # number of the group, counted from 0
+    memory: Text
+
+
 class RankFailed(msgspec.Struct, tag="failed", kw_only=True):
     """Rank to engine: it could not start, or a step failed, and it ends."""
 
@@ -66,7 +74,7 @@ class RankFailed(msgspec.Struct, tag="failed", kw_only=True):
         return QuireError(self.code, self.what, self.hint, param=self.param)
 
 
-ToRank = StartRank | AgreedCache
+ToRank = StartRank | AgreedCache | Regroup
 FromRank = RankLoaded | RankReady | RankFailed
 encode = msgspec.msgpack.Encoder().encode
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

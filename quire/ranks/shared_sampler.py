@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.parallel import Communicator
-from quire.parallel.pipes import Pipe
-from quire.runtime.stage_runner import BAD
+from quire.runtime.stage_runner import BAD, StageInput
 from quire.sampling.batch import Batch, Histories
 from quire.sampling.sampler import Sampled, Sampler, TokenSampler
 
@@ -39,13 +38,11 @@ class SharedSampler:
 class StageSampler:
     """Samples on the last stage of a pipeline and sends the tokens to the stages before it."""
 
-    def __init__(self, sampler: TokenSampler, pipe: Pipe):
+    def __init__(self, sampler: TokenSampler, stage: StageInput):
         self._sampler = sampler
-        self._pipe = pipe
+        self._stage = stage
 
     def sample(self, logits: Tensor, batch: Batch, histories: Histories, mask: Tensor | None = None) -> Sampled:
         sampled = self._sampler.sample(logits, batch, histories, mask)
-        tokens = torch.where(sampled.bad, BAD, sampled.tokens)
-        for stage in range(self._pipe.count - 1):
-            self._pipe.send(tokens, stage)
+        self._stage.send_tokens(torch.where(sampled.bad, BAD, sampled.tokens))
         return sampled

@@ -41,6 +41,12 @@ class StageInput:
         self.waited = time.perf_counter() - before
         return stream
 
+    def send_tokens(self, tokens: Tensor) -> None:
+        """Sends what the last stage sampled to all stages before it. tokens [samples] int64, or BAD."""
+        if len(tokens):
+            for stage in range(self.pipe.count - 1):
+                self.pipe.send(tokens, stage)
+
     def times(self, busy: float) -> Tensor:
         """Returns the times of the last step up to this stage, which was `busy` for so many seconds."""
         own = torch.tensor([busy], dtype=torch.float64)
@@ -76,6 +82,10 @@ class StageRunner:
         self._pipe.send(self._input.times(busy), self._pipe.stage + 1)
         if any(row.wants_sample for row in plan.rows):
             self._unsettled.append(plan)
+
+    def forget(self) -> None:
+        """Forgets steps that will not be done, since the group has lost a rank."""
+        self._unsettled.clear()
 
     def _settle_for(self, plan: Plan) -> None:
         """Writes the sampled tokens that this plan reads, and those of all steps that must be done by now."""

@@ -32,7 +32,7 @@ def start_ranks(config: Config) -> RunningRanks:
     mesh = Mesh(config.parallel.tp, config.parallel.pp)
     threads = config.engine.threads or max(1, read_machine().num_usable_cores // mesh.size)
     settings = {**engine_settings(config), "threads": threads}
-    ranks = LocalRanks(settings, mesh, config.parallel.rank_timeout)
+    ranks = LocalRanks(settings, mesh, config.parallel.rank_timeout, config.parallel.spare_rank)
     try:
         memory = ranks.agree()
     except BaseException:

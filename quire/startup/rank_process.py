@@ -18,13 +18,15 @@ from quire.cache.memory import MemoryPlan
 from quire.config import Config
 from quire.config_build import override_config
 from quire.ranks import messages
-from quire.ranks.messages import AgreedCache, RankFailed, RankLoaded, RankReady, StartRank
+from quire.ranks.messages import AgreedCache, RankFailed, RankLoaded, RankReady, Regroup, StartRank
 from quire.ranks.socket_links import FrameSocket
 from quire.types import QuireError
 
 
-def run_rank_process(descriptor: int) -> int:
-    """Runs the rank from start to end. Returns its exit code."""
+def run_rank_process(descriptor: int, *, is_spare: bool = False) -> int:
+    """Runs the rank from start to end. Returns its exit code. `is_spare`: it waits for its start with torch loaded."""
+    if is_spare:
+        import quire.startup.rank_runner  # noqa: F401
     frames = FrameSocket(socket.socket(fileno=descriptor))
     try:
         first = frames.read()
@@ -55,6 +57,8 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
     from quire.startup.defaults import pick_device, resolve_page_tokens
     from quire.startup.rank_runner import build_rank
 
+    with contextlib.suppress(OSError):  # the name that `ps` and the chaos gate see, from now on
+        Path("/proc/self/comm").write_text("quire-rank")
     config = override_config(Config(), start.settings)
     device = pick_device(config.engine.device)
     torch.set_num_threads(config.engine.threads or 1)
@@ -62,8 +66,10 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
     pipe = None
     if start.stages > 1:
         server = listen(start.pipes[start.stage][0])
-        pipe = SocketPipe(start.stage, start.stages, server, start.secret, start.seconds)
-        pipe.open(0, start.pipes)
+        pipe = SocketPipe(
+            start.stage, start.stages, server, start.secret, start.seconds, lambda: communicator.is_cancelled
+        )
+        pipe.open(start.generation, start.pipes)
     with warnings.catch_warnings():
         if start.rank or start.stage:  # all ranks say the same about the model
             warnings.simplefilter("ignore")
@@ -102,6 +108,15 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
         host = None if agreed.num_host_units is None else tuple(agreed.num_host_units)
         return replace(memory, num_units=tuple(agreed.num_units), num_host_units=host)
 
+    def regroup(frame: bytes) -> None:
+        """Joins the group again, some ranks of which were replaced."""
+        message = messages.decode_to_rank(frame)
+        assert isinstance(message, Regroup)
+        communicator.rejoin(GroupMemory(Path(message.memory)))
+        if pipe is not None:
+            pipe.open(message.generation, start.pipes)
+        frames.write(messages.encode(RankReady()))
+
     loop = build_rank(
         loaded.model,
         config,
@@ -114,6 +129,7 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
         weights=loaded.weights_bytes,
         num_ranks=start.num_ranks,
         on_step=communicator.enter_step,
+        on_regroup=regroup,
     )
     if loaded.model.ops.native is not None:
         torch.set_num_threads(1)  # the native thread pool uses the cores
@@ -125,7 +141,7 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
 
 
 if __name__ == "__main__":
-    code = run_rank_process(int(sys.argv[1]))
+    code = run_rank_process(int(sys.argv[1]), is_spare=sys.argv[2:] == ["spare"])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

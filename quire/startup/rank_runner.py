@@ -38,6 +38,7 @@ def build_rank(
     weights: int = 0,
     num_ranks: int = 1,
     on_step: Callable[[int], None] = lambda step: None,
+    on_regroup: Callable[[bytes], None] | None = None,
 ) -> RankLoop | StageLoop:
     """Returns the loop of a rank. `pipe`: None without pipeline stages; `num_ranks`: those that share the memory."""
     if pipe is not None and pipe.stage < pipe.count - 1:
@@ -47,15 +48,16 @@ def build_rank(
         checksums = config.cache.swap_checksums
         store, memory = allocate_cache(memory, device, device.type == "cpu" if checksums is None else checksums)
         rows = DeviceRows(limits.max_rows, max_model_len, list(model.specs), device)
-        return StageLoop(StageRunner(model, store, rows, pipe), link, on_step)
+        return StageLoop(StageRunner(model, store, rows, pipe), link, on_step, on_regroup)
+
+    stage = None if pipe is None else StageInput(pipe)
 
     def share_samples(sampler: Sampler) -> TokenSampler:
         shared: TokenSampler = sampler
         if communicator.size > 1:
             shared = SharedSampler(sampler, communicator, source=0)
-        return shared if pipe is None else StageSampler(shared, pipe)
+        return shared if stage is None else StageSampler(shared, stage)
 
-    stage = None if pipe is None else StageInput(pipe)
     runner, _ = build_runner(
         model,
         config,
@@ -67,4 +69,4 @@ def build_rank(
         agree=agree,
         num_ranks=num_ranks,
     )
-    return RankLoop(runner, link, answers=communicator.rank == 0, on_step=on_step, stage=stage)
+    return RankLoop(runner, link, answers=communicator.rank == 0, on_step=on_step, on_regroup=on_regroup, stage=stage)

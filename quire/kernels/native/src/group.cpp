@@ -115,6 +115,24 @@ void* quire_group_join(void* memory, int64_t rank, int64_t size, int64_t slot_by
     return new (std::nothrow) Group{boards, slots, rank, size, slot_bytes, seconds, 0, -1};
 }
 
+// Goes on in other memory, of a group that has been rebuilt with the same ranks. Operations are counted from 0 again.
+void quire_group_rejoin(void* group, void* memory) {
+    auto* ours = static_cast<Group*>(group);
+    ours->boards = static_cast<RankBoard*>(memory);
+    ours->slots = static_cast<char*>(memory) + ours->size * int64_t(sizeof(RankBoard));
+    ours->joined = 0;
+    ours->missing = -1;
+}
+
+// Says that a rank has ended, for a watcher that has mapped the memory: whoever waits for the rank stops at once.
+void quire_group_end(void* memory, int64_t rank) {
+    static_cast<RankBoard*>(memory)[rank].ended.store(1, std::memory_order_release);
+}
+
+int32_t quire_group_has_ended(const void* memory, int64_t rank) {
+    return int32_t(static_cast<const RankBoard*>(memory)[rank].ended.load(std::memory_order_acquire));
+}
+
 void quire_group_leave(void* group) {
     auto* ours = static_cast<Group*>(group);
     ours->boards[ours->rank].ended.store(1, std::memory_order_release);

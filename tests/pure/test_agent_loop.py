@@ -389,3 +389,20 @@ def test_nothing_waits_for_a_tool_that_takes_no_notice(
     release.set()
     assert time.monotonic() - began < 30  # the tool alone would have taken 60
     assert "may still be running" in str(made.agent.session.state.messages[-1]["content"])
+
+
+def test_a_server_that_says_its_context_is_full_gets_a_summary(make: Callable[..., Made]) -> None:
+    full = QuireError("context_full", "The server answered 400: more than its context window.")
+    made = make(["one", "two", full, "the summary", "three"], engine={"context_len": None})
+    for text in ("a", "b"):
+        made.agent.take(text)
+    assert made.agent.take("c").text == "three"
+    assert made.engine.asked[3].tool_choice == "none" and made.contents(4)[1].endswith("the summary")
+    assert made.contents(4)[-1] == "u:c"
+
+
+def test_a_full_context_that_stays_full_is_the_error(make: Callable[..., Made]) -> None:
+    full = QuireError("context_full", "The server answered 400: more than its context window.")
+    made = make([full, "fine"], engine={"context_len": None})
+    assert made.agent.take("a").error_code == "context_full"
+    assert made.agent.take("b").text == "fine"

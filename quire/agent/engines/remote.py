@@ -26,7 +26,9 @@ _SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "st
 class RemoteEngine:
     """Implements `ChatEngine`. `url` may end with /v1 or not."""
 
-    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, model: str | None = None, api_key: str | None = None, takes_tools: bool = True
+    ) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise QuireError(
@@ -36,7 +38,7 @@ class RemoteEngine:
         self._tls, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
         self._prefix = path if path.endswith("/v1") else f"{path}/v1"
         self._key = api_key
-        self.takes_tools = True
+        self.takes_tools = takes_tools  # a server does not say whether its template shows tools to the model
         listed = self._models()
         self.name = model or (str(listed[0].get("id")) if listed else "default")
         self.context_len = _context_len(listed, self.name)
@@ -83,7 +85,7 @@ class RemoteEngine:
             "stream_options": {"include_usage": True},
         }
         body |= {name: value for name, value in question.sampling.items() if name in _SAMPLING and value is not None}
-        if question.tools:
+        if question.tools and self.takes_tools:
             body["tools"] = [_with_strict(tool) for tool in question.tools] if question.strict else question.tools
             choice = question.tool_choice
             named = choice not in ("auto", "none", "required")
@@ -143,6 +145,7 @@ class _ChatStream:
         self._started = started
         self._answer = ModelAnswer(finish_reason="")
         self._calls: dict[int, ModelCall] = {}
+        self._num_pieces = 0
 
     def take(self, event: dict[str, Any]) -> Iterator[TextPiece | ReasoningPiece]:
         if error := event.get("error"):
@@ -165,8 +168,9 @@ class _ChatStream:
 
     def _take_delta(self, delta: dict[str, Any]) -> Iterator[TextPiece | ReasoningPiece]:
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-        if (reasoning or delta.get("content") or delta.get("tool_calls")) and not self._answer.first_token_seconds:
-            self._answer.first_token_seconds = time.monotonic() - self._started
+        if reasoning or delta.get("content") or delta.get("tool_calls"):
+            self._num_pieces += 1
+            self._answer.first_token_seconds = self._answer.first_token_seconds or time.monotonic() - self._started
         if isinstance(reasoning, str):
             self._answer.reasoning += reasoning
             yield ReasoningPiece(reasoning)
@@ -181,7 +185,9 @@ class _ChatStream:
         call = self._calls.setdefault(index, ModelCall("", "", f"call_{secrets.token_hex(12)}"))
         function = part.get("function") or {}
         call.id = str(part.get("id") or call.id)
-        call.name += str(function.get("name") or "")
+        name = str(function.get("name") or "")
+        if name != call.name:  # llama-cpp-python repeats the whole name with each piece of the arguments
+            call.name += name
         arguments = function.get("arguments")
         call.arguments += arguments if isinstance(arguments, str) else json.dumps(arguments) if arguments else ""
 
@@ -192,6 +198,7 @@ class _ChatStream:
         if self._answer.calls and self._answer.finish_reason == "length":
             self._answer.calls[-1].is_complete = False
         self._answer.seconds = time.monotonic() - self._started
+        self._answer.output_tokens = self._answer.output_tokens or self._num_pieces  # of a server that counts none
         return self._answer
 
 

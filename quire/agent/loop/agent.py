@@ -111,7 +111,7 @@ class Agent:
                 self._stop(f"the limit of {self.limits.max_output_tokens} tokens for one turn")
                 return
             self._make_room()
-            answer = self._ask(self._question(tool_choice=pinned_tool or "auto"))
+            answer = self._ask_or_compact(pinned_tool or "auto")
             reading = read_answer(answer, self.toolbox.schemas())
             if reading.problem:
                 corrections += 1
@@ -163,6 +163,16 @@ class Agent:
         if schemas and not self.engine.takes_tools:
             context = _with_tools_in_prompt(context, describe_tools(schemas))
         return Question(context, schemas, tool_choice, self.strict, self.sampling)
+
+    def _ask_or_compact(self, tool_choice: str) -> ModelAnswer:
+        """Asks, and once more after compacting where a server says that the context is full: not all say before how
+        much it holds."""
+        try:
+            return self._ask(self._question(tool_choice=tool_choice))
+        except QuireError as error:
+            if error.code != "context_full" or not self.compact():
+                raise
+        return self._ask(self._question(tool_choice=tool_choice))
 
     def _ask(self, question: Question) -> ModelAnswer:
         """Streams one answer. Text that has arrived is in the session's file even if the stream breaks off."""

@@ -19,7 +19,8 @@ from quire.config_build import config_from_args
 def open_engine(args: Namespace, open_llm: OpenLLM) -> Iterator[ChatEngine]:
     args = take_positional_model(args)
     if args.url is not None:
-        yield RemoteEngine(args.url, model=vars(args).get("model"), api_key=api_key(args))
+        in_prompt = vars(args).get("tools_in_prompt", False)
+        yield RemoteEngine(args.url, model=vars(args).get("model"), api_key=api_key(args), takes_tools=not in_prompt)
         return
     config = config_from_args(args)
     with open_llm(config) as llm:

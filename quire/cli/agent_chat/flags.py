@@ -26,6 +26,11 @@ def add_agent_flags(parser: ArgumentParser) -> None:
     group.add_argument("--api-key", metavar="KEY", help="key for --url (default: OPENAI_API_KEY)")
     group.add_argument("--folder", type=Path, metavar="DIR", help="project folder (default: the current one)")
     group.add_argument("--tools", metavar="LIST", help="tools by name, or all or none (default: all but web_fetch)")
+    group.add_argument(
+        "--tools-in-prompt",
+        action="store_true",
+        help="describe the tools in the system message, for a server (--url) whose template does not show them",
+    )
     group.add_argument("--allow", action="append", metavar="RULE", help="allow calls such as edit_file or shell(git *)")
     group.add_argument("--yes", action="store_true", help="approve all that runs inside the sandbox")
     group.add_argument("--max-turns", type=int, metavar="N", help="most requests to the model per message (default 50)")
@@ -56,7 +61,8 @@ def agent_options(args: Namespace) -> AgentOptions:
     if not folder.is_dir():
         raise QuireError("usage", f"--folder {folder} is no folder.")
     resume = find_session(args.resume) if args.resume else last_session(str(folder.resolve())) if args.go_on else None
-    names = None if args.tools is None else [name.strip() for name in args.tools.split(",") if name.strip()]
+    chosen = "all" if args.tools is None and args.tools_in_prompt else args.tools
+    names = None if chosen is None else [name.strip() for name in chosen.split(",") if name.strip()]
     limits = AgentLimits() if args.max_turns is None else AgentLimits(max_requests=args.max_turns)
     return AgentOptions(
         folder=folder,

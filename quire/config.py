@@ -158,7 +158,19 @@ class EngineConfig:
     kernels: str = knob(
         "auto",
         "kernels to use: torch; on a GPU triton, or a library beside it; on a CPU an instruction set",
-        choices=("auto", "triton", "flash-attn", "flashinfer", "cudnn", "torch", "avx512", "avx2", "portable"),
+        choices=(
+            "auto",
+            "triton",
+            "flash-attn",
+            "flashinfer",
+            "cudnn",
+            "torch",
+            "avx512",
+            "avx2",
+            "i8mm",
+            "dotprod",
+            "portable",
+        ),
     )
     strict_kernels: bool = knob(False, "refuse to start if the GPU or a kernel is unusable, instead of falling back")
     speculate: str = knob(

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from quire.kernels.native.library import Native
 
 LIBRARY_NAMES = ("flash-attn", "flashinfer", "cudnn")  # values of `kernels` that name a library: `libraries.choose`
-INSTRUCTION_SETS = ("avx512", "avx2", "portable")  # values of `kernels` that name a build of the native library
+# Values of `kernels` that name a build of the native library.
+INSTRUCTION_SETS = ("avx512", "avx2", "i8mm", "dotprod", "portable")
 
 
 class FusedLinear(Protocol):

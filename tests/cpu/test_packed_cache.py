@@ -26,6 +26,7 @@ from quire.kernels.reference import attention as reference_attention
 from quire.kernels.reference import small_ops as reference
 from quire.kernels.reference.packed_cache import read_packed, rotate, write_packed
 from quire.models.loading.loader import build_model
+from quire.runtime.reading import next_token_scores
 from quire.runtime.store import CacheStore
 from tests.cpu.native_isas import open_or_skip
 from tests.cpu.tiny_llm import make_tiny_llm
@@ -200,11 +201,11 @@ def test_the_built_in_model_keeps_its_distribution() -> None:
     tokenizer = load_tokenizer(find_files(Config(), None))
     assert tokenizer is not None
     tokens = tokenizer.encode(Path("docs/glossary.md").read_text("utf-8"))[:385]
-    want = [scores.clone() for scores, _ in quality._scores(plain, tokens)]
+    want = [scores.clone() for scores, _ in next_token_scores(plain, tokens)]
     found = {}
     for name in FORMS:
         model = quality._load(override_config(Config(), {"kv_dtype": name}))
-        pairs = zip(want, quality._scores(model, tokens), strict=True)
+        pairs = zip(want, next_token_scores(model, tokens), strict=True)
         losses = [(exact.exp() * (exact - got)).sum(-1) for exact, (got, _) in pairs]
         found[name] = torch.cat(losses).mean().item()
     assert all(0 < found[name] < MOST_KL[name] for name in FORMS), found

@@ -35,6 +35,10 @@ X86_FLAGS = {
         "-Wno-maybe-uninitialized",
     ],
 }
+ARM_FLAGS = {
+    "isa_dotprod.cpp": ["-march=armv8.2-a+dotprod"],
+    "isa_i8mm.cpp": ["-march=armv8.2-a+dotprod+i8mm"],
+}
 # Without -ffp-contract=off the compiler chooses where to fuse multiply-adds, and two instances of one template could
 # differ in the last bit.
 FLAGS = [
@@ -69,17 +73,25 @@ def find_compiler() -> str | None:
     )
 
 
-def build(target: Path) -> None:
-    """Compiles all sources into `target`; raises BuildError if that fails."""
-    compiler = find_compiler()
+def isa_flags(machine: str) -> dict[str, list[str]]:
+    """Returns the flags of each instruction set's source file, for a machine as `platform.machine` names it."""
+    if machine.lower() in ("x86_64", "amd64"):
+        return X86_FLAGS
+    return ARM_FLAGS if machine.lower() in ("aarch64", "arm64") else {}
+
+
+def build(target: Path, compiler: str | None = None, machine: str | None = None) -> None:
+    """Compiles all sources into `target`; raises BuildError if that fails. `compiler`, `machine`: of another machine
+    that is compiled for; None: this one's."""
+    compiler = compiler or find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found (c++, g++ or clang++)")
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    flags_of = isa_flags(machine or platform.machine())
     with tempfile.TemporaryDirectory() as folder:
 
         def compile_one(source: Path) -> str:
             out = str(Path(folder) / f"{source.stem}.o")
-            extra = X86_FLAGS.get(source.name, []) if is_x86 else []
+            extra = flags_of.get(source.name, [])
             defined = f'-DQUIRE_SOURCES="{source_digest()}"'
             _run([compiler, *FLAGS, *extra, f"-I{SOURCES}", defined, "-c", str(source), "-o", out])
             return out

@@ -14,7 +14,7 @@ from pathlib import Path
 from quire.kernels.native.building import LIBRARY, SOURCES, source_digest
 from quire.kernels.native.hook_structs import AdaptersDesc, HookFailed, ReductionDesc
 
-ISAS = ("avx512", "avx2", "portable")  # best first
+ISAS = ("avx512", "avx2", "i8mm", "dotprod", "portable")  # best first
 FORMS = {  # GGUF types with kernels
     "F32": 0,
     "F16": 1,

@@ -2,6 +2,12 @@
 #include <math.h>
 #include <string.h>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__)
+#include <sys/sysctl.h>
+#endif
+
 #include <algorithm>
 #include <new>
 #include <vector>
@@ -20,6 +26,19 @@ using namespace quire;
 
 namespace {
 
+#if defined(__aarch64__) && defined(__linux__)
+bool has_dot_products() { return getauxval(AT_HWCAP) >> 20 & 1; }    // HWCAP_ASIMDDP
+bool has_byte_matrices() { return getauxval(AT_HWCAP2) >> 13 & 1; }  // HWCAP2_I8MM
+#elif defined(__aarch64__)
+bool has_feature(const char* name) {
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname(name, &found, &size, nullptr, 0) == 0 && found;
+}
+bool has_dot_products() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_byte_matrices() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+#endif
+
 const Kernels* find_kernels(const char* name) {
     if (strcmp(name, "portable") == 0) return portable_kernels();
 #if defined(__x86_64__)
@@ -30,6 +49,9 @@ const Kernels* find_kernels(const char* name) {
                         __builtin_cpu_supports("avx512vnni");
     if (strcmp(name, "avx512") == 0) return avx512 ? avx512_kernels() : nullptr;
     if (strcmp(name, "avx2") == 0) return avx2 ? avx2_kernels() : nullptr;
+#elif defined(__aarch64__)
+    if (strcmp(name, "dotprod") == 0) return has_dot_products() ? dotprod_kernels() : nullptr;
+    if (strcmp(name, "i8mm") == 0) return has_dot_products() && has_byte_matrices() ? i8mm_kernels() : nullptr;
 #endif
     return nullptr;
 }
@@ -62,7 +84,7 @@ extern "C" {
 // The digest of the sources that the library was built from; Python compares it with that of its own sources.
 const char* quire_sources() { return QUIRE_SOURCES; }
 
-// `isa`: avx512, avx2 or portable. Returns null if the machine or the build does not have it.
+// `isa`: avx512, avx2, i8mm, dotprod or portable. Returns null if the machine or the build does not have it.
 Context* quire_open(const char* isa, int32_t num_threads) {
     const Kernels* kernels = find_kernels(isa);
     return kernels ? new (std::nothrow) Context(kernels, num_threads) : nullptr;

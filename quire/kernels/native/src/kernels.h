@@ -164,5 +164,7 @@ struct Kernels {
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();    // null where this build has none
 const Kernels* avx512_kernels();  // AVX-512 with VNNI
+const Kernels* dotprod_kernels();  // Arm with dot products of bytes
+const Kernels* i8mm_kernels();     // and with products of matrices of bytes
 
 }  // namespace quire

@@ -1,0 +1,35 @@
+// One instruction set's copy of the kernels; its compiler flags are in quire/kernels/native/building.py.
+#include <math.h>
+#include "kernels.h"
+#include "layout.h"
+
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+
+#include "simd_neon.h"
+
+using namespace quire;
+
+#include "mathematics.inl"
+#include "rows.inl"
+#include "forms.inl"
+#include "product.inl"
+#include "cache_entry.inl"
+#include "attend.inl"
+#include "choose.inl"
+#include "recurrent.inl"
+
+namespace quire {
+
+const Kernels* dotprod_kernels() {
+    static const Kernels kernels = {"dotprod", W, norm, layer_norm, add_scaled, activate,
+                                    quantize, turn, product, write_entry, attend, merge, choose, recur};
+    return &kernels;
+}
+
+}  // namespace quire
+
+#else
+
+const quire::Kernels* quire::dotprod_kernels() { return nullptr; }
+
+#endif

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.chaos.faults import ArmedFaults, poison_of
+from quire.chaos.faulty_disk import FaultyDisk
 from quire.config import Config
 from quire.engine.host.process import Built, Socket, run_engine_process
 from quire.engine.loop import FillMasks
@@ -183,6 +184,8 @@ def main(orders: str, address: str) -> int:
     def build(config: Config) -> Built:
         built = build_engine(config)
         built.engine.wrap(lambda workers: FaultyWorkers(workers, faults), lambda fill: faulty_masks(faults, fill))
+        for tier in built.engine.scheduler.cache.stores:
+            tier.wrap(lambda store: FaultyDisk(store, faults))
         faults.listen(Path(orders))
         grammars: Any = None if built.grammars is None else FaultyGrammarQueue(built.grammars)
         return Built(built.engine, built.ready, grammars)

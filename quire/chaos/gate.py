@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from quire.bench.online.streamed_chat import StreamedReply, error_code, send_req
 from quire.chaos.compare import NumericTolerance, SampleNoise, compare, measure_shift
 from quire.chaos.faults import arm_fault, poison_seed
 from quire.chaos.hostile import HostileTraffic
-from quire.chaos.kinds import DEATHS, FAILING_STEPS, POISON_CODES, RANKS, STEPS
+from quire.chaos.kinds import DEATHS, DISKS, FAILING_STEPS, POISON_CODES, RANKS, STEPS
 from quire.chaos.report import Report
-from quire.chaos.settings import ADMIN_KEY, ChaosSettings, server_flags
+from quire.chaos.settings import ADMIN_KEY, CACHE, ChaosSettings, server_flags
 from quire.chaos.traffic import SCHEMA, ScriptedRequest, invalid_bodies, make_scripts
 from quire.files.source import resolve_model
 from quire.files.tiny_model import make_tiny_model
@@ -40,6 +41,7 @@ from quire.types import QuireError
 
 START_SECONDS = 300.0
 RANK_NAME = "quire-rank"  # that a rank's process gives itself once it has a place in a group
+MAX_DAMAGED = 500  # files of the KV cache, by one fault
 RECOVERY_SECONDS = 180.0  # limit for the engine to be ready again
 
 
@@ -206,6 +208,8 @@ class ChaosRun:
             await self.wait_until_injected(kind, before.get(kind, 0))
             if kind in FAILING_STEPS:
                 await self.wait_for_failed_steps(failures)
+        elif kind in DISKS:
+            await self.disturb_disk(kind, rng)
         elif kind.startswith("poison_"):
             await self.send_poison(kind.removeprefix("poison_"))
         else:
@@ -215,6 +219,7 @@ class ChaosRun:
                 "vanish": self.vanish,
                 "hostile": self.hostile,
                 "full_disk": self.full_disk,
+                "cache_damaged": self.damage_cache,
             }
             await action[kind](rng)
 
@@ -347,6 +352,35 @@ class ChaosRun:
         finally:
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, before)
 
+    async def disturb_disk(self, kind: str, rng: random.Random) -> None:
+        """Arm a fault of the cache's disk and send a fresh prompt, whose blocks have to be written."""
+        await self.wait_until_ready()
+        before = (await asyncio.to_thread(arm_fault, self.fault_socket, None) or {}).get(kind, 0)
+        await self.arm(kind)
+        words = " ".join(str(rng.randrange(10**6)) for _ in range(40))
+        body = {"messages": [{"role": "user", "content": words}], "max_tokens": 2, "stream": True}
+        seen = await self.stream_patiently(body)
+        assert seen.error is None, f"ended with {seen.error!r}"
+        await self.wait_until_injected(kind, before)
+
+    async def damage_cache(self, rng: random.Random) -> None:
+        """Damage, cut, swap and delete files of the KV cache, and have the next engine start on them."""
+        paths = sorted((self.folder / CACHE).glob("??/*"))
+        for path in rng.sample(paths, min(len(paths), MAX_DAMAGED)):
+            with suppress(OSError):  # the engine may delete it meanwhile
+                data = bytearray(path.read_bytes())
+                match rng.randrange(4):
+                    case 0:
+                        path.write_bytes(data[: rng.randrange(len(data))])
+                    case 1:
+                        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+                        path.write_bytes(data)
+                    case 2:
+                        path.write_bytes(rng.choice(paths).read_bytes())
+                    case _:
+                        path.unlink()
+        await self.kill_engine("kill")
+
     # -- the end --------------------------------------------------------------------------------------------------
 
     async def check_at_end(self) -> None:
@@ -354,7 +388,7 @@ class ChaosRun:
         async with asyncio.timeout(RECOVERY_SECONDS):
             while True:
                 engine = (await self.admin("GET", "/v1/stats"))["engine"]
-                if not engine["running"] + engine["waiting"] + engine["held"]:
+                if not engine["running"] + engine["waiting"] + engine["held"] + engine["loading"]:
                     break
                 await asyncio.sleep(0.2)
         checked = await self.admin("POST", "/admin/check")

@@ -17,6 +17,9 @@ STEPS = (
     "order_doubled",
     "host_page",
 )
+# The disk of the KV cache: for a while writes find it full, read-only, slow or gone; or its files were damaged while no
+# engine ran.
+DISKS = ("cache_full", "cache_readonly", "cache_slow", "cache_vanished")
 FAILING_STEPS = ("forward", "sample", "wait", "mask", "memory")  # the kinds of STEPS after which a step fails
 POISON_CODES = {
     "raise": "step_failed",
@@ -26,12 +29,13 @@ POISON_CODES = {
     "prepare": "prepare_failed",
     "detokenize": "detokenize_failed",
 }
-CLIENTS = ("hang_up", "slow_client", "vanish", "hostile", "full_disk")
-KINDS = (*DEATHS, *STEPS, *(f"poison_{name}" for name in POISON_CODES), *CLIENTS)
+CLIENTS = ("hang_up", "slow_client", "vanish", "hostile", "full_disk", "cache_damaged")
+KINDS = (*DEATHS, *STEPS, *DISKS, *(f"poison_{name}" for name in POISON_CODES), *CLIENTS)
 
-# RANKS end or freeze one rank of a group. Faults inside the device's own steps need an engine without ranks.
+# RANKS end or freeze one rank of a group. Faults inside the device's own steps, and those of the
+# KV cache's disk, need an engine without ranks.
 RANKS = ("rank_kill", "rank_stop")
-WITHOUT_RANKS = ("host_page", "poison_nonfinite")
+WITHOUT_RANKS = ("host_page", "poison_nonfinite", *DISKS, "cache_damaged")
 
 
 def kinds_for(num_ranks: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from quire.text.template import template_source
 from quire.text.tokenizer import Tokenizer
 
 ADMIN_KEY = "chaos"
+CACHE = "cache"  # folder of the KV cache, below that of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ def server_flags(settings: ChaosSettings, model: str, tokenizer: Tokenizer, fold
     if settings.speculate is not None:
         values["--speculate"] = settings.speculate
     values |= {"--tp": str(settings.tp), "--pp": str(settings.pp)}
+    if settings.tp * settings.pp == 1:  # ranks keep no cache below host memory
+        values["--cache-dir"] = str(folder / CACHE)
     flags = [word for flag in values.items() for word in flag]
     flags += ["--random-weights"] if settings.model == "tiny" else []
     return flags + (["--deterministic"] if settings.deterministic else [])

@@ -90,7 +90,7 @@ def invalid_bodies(rng: random.Random) -> list[bytes]:
     good: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     wrong: list[dict[str, Any]] = [
         {**good, "temperature": "hot"},
-        {**good, "max_tokens": -1},
+        {**good, "max_tokens": -2},
         {**good, "n": 10**9},
         {**good, "unknown_field": 1},
         {**good, "logit_bias": {"-5": 1}},

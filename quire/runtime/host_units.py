@@ -43,6 +43,9 @@ class StoreHostUnits:
         """Takes the checksum of a unit that was written as a whole."""
         self._store.note_checksum(group, unit)
 
+    def is_intact(self, group: int, unit: int) -> bool:
+        return self._store.is_intact(group, unit)
+
     def has_arrived(self, group: int, unit: int) -> bool:
         return self._store.has_arrived(group, unit)
 

@@ -160,6 +160,14 @@ class CacheStore:
             (checksum,) = _checksums_of(self._host_of(group).select(dim, unit).unsqueeze(dim), dim)
             self._checksums[group, unit] = checksum
 
+    def is_intact(self, group: int, unit: int) -> bool:
+        """Whether a host unit matches its checksum; true where there is none. Any thread may ask."""
+        expected = None if self._checksums is None else self._checksums.get((group, unit))
+        if expected is None:
+            return True
+        dim = _unit_dim(self.specs[group])
+        return _checksums_of(self._host_of(group).select(dim, unit).unsqueeze(dim), dim) == [expected]
+
     def has_arrived(self, group: int, unit: int) -> bool:
         """Whether no copy to this host unit is under way."""
         self._store_arrived()

@@ -13,7 +13,8 @@ import pytest
 from tests.e2e.conftest import MISSING, ROOT
 
 KINDS = ("kill", "forward", "sample", "wait", "mask", "memory", "frame_foreign", "order_doubled", "poison_raise",
-         "poison_nonfinite", "poison_detokenize", "hang_up", "vanish", "hostile")  # fmt: skip
+         "poison_nonfinite", "poison_detokenize", "hang_up", "vanish", "hostile", "cache_full", "cache_readonly",
+         "cache_slow", "cache_vanished", "cache_damaged")  # fmt: skip
 
 
 def test_nothing_is_lost_whatever_happens() -> None:
@@ -28,7 +29,7 @@ def test_nothing_is_lost_whatever_happens() -> None:
     assert done.stdout, done.stderr[-3000:]
     report = json.loads(done.stdout)
     assert report["passed"] and done.returncode == 0, (report["problems"], done.stderr[-2000:])
-    assert set(report["faults"]) == set(KINDS) and report["restarts"] == 1
+    assert set(report["faults"]) == set(KINDS) and report["restarts"] == 2
     assert sum(report["hostile_sent"].values()) > 0 and not report["hostile_wrong"]
     assert report["resumed"] > 0, "some stream must have gone on with another engine"
     assert [report[name] for name in ("lost", "duplicated", "wrong", "leaked", "failed")] == [0] * 5

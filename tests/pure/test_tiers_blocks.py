@@ -37,6 +37,7 @@ class FakeMemory:
     def __init__(self) -> None:
         self.written: dict[tuple[int, int], list[bytes]] = {}
         self.sealed: set[tuple[int, int]] = set()
+        self.changed: set[int] = set()  # units that differ from their checksums
 
     @staticmethod
     def content(group: int, unit: int, part: BlockPart) -> bytes:
@@ -47,6 +48,9 @@ class FakeMemory:
 
     def write(self, group: int, unit: int, first_token: int, part: BlockPart, body: memoryview) -> None:
         self.written.setdefault((group, unit), []).append(bytes(body))
+
+    def is_intact(self, group: int, unit: int) -> bool:
+        return unit not in self.changed
 
     def seal(self, group: int, unit: int) -> None:
         self.sealed.add((group, unit))
@@ -143,6 +147,17 @@ def test_blocks_come_back_after_a_restart(tmp_path: Path) -> None:
         assert memory.written[block.group, 100 + unit] == [memory.content(block.group, unit, part) for part in parts]
     assert len(memory.sealed) == 20 and again.stats.hits == 20 and again.stats.corrupt == 0
     again.close()
+
+
+def test_what_changed_in_host_memory_is_not_written(tmp_path: Path) -> None:
+    memory = FakeMemory()
+    memory.changed.add(2)
+    tier = make_tier(tmp_path / "c", memory)
+    tier.store(block_of(1), 1)
+    tier.store(block_of(2), 2)
+    assert sorted((done.unit, done.ok) for done in finish(tier)) == [(1, True), (2, False)]
+    assert tier.stats.corrupt == 1 and tier.has(block_of(1)) and not tier.has(block_of(2))
+    tier.close()
 
 
 def test_damaged_and_missing_files_are_misses_and_counted(tmp_path: Path) -> None:

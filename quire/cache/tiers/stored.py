@@ -42,6 +42,10 @@ class HostUnits(Protocol):
         """Take note that a unit was written as a whole."""
         ...
 
+    def is_intact(self, group: int, unit: int) -> bool:
+        """Whether a unit is as it was copied or sealed, as far as there is a checksum of it."""
+        ...
+
     def has_arrived(self, group: int, unit: int) -> bool:
         """Whether the copy from the device to this unit is done. Only the engine's thread asks."""
         ...
@@ -151,6 +155,10 @@ class StoredTier:
         return ended
 
     # -- queries --------------------------------------------------------------------------------------------------
+
+    def wrap(self, wrap: Callable[[BlockStore], BlockStore]) -> None:
+        """Wrap the store, to inject faults. Only before the first transfer."""
+        self._store = wrap(self._store)
 
     def measure(self) -> TierStats:
         """Return the counters, with what the tier holds now."""
@@ -315,17 +323,22 @@ class StoredTier:
 
     def _write(self, job: _Job) -> None:
         layout, memory = self._layouts[job.block.group], self._memory
+        files: list[tuple[str, bytes]] = []
         for index, link in enumerate(job.block.links):
             for part, name in zip(layout.parts, layout.names(link), strict=True):
                 with self._lock:
                     if name in self._sizes:
                         continue
-                data = layout.encode(link, part, memory.read(job.block.group, job.unit, LINK_TOKENS * index, part))
-                self._store.write(name, data)
-                job.num_bytes += len(data)
-                with self._lock:
-                    self.stats.num_bytes += len(data) - self._sizes.pop(name, 0)
-                    self._sizes[name] = len(data)
+                body = memory.read(job.block.group, job.unit, LINK_TOKENS * index, part)
+                files.append((name, layout.encode(link, part, body)))
+        if files and not memory.is_intact(job.block.group, job.unit):
+            raise CorruptBlock("host memory has changed since it was copied there")  # a file would make it look right
+        for name, data in files:
+            self._store.write(name, data)
+            job.num_bytes += len(data)
+            with self._lock:
+                self.stats.num_bytes += len(data) - self._sizes.pop(name, 0)
+                self._sizes[name] = len(data)
         self._shrink()
 
     def _shrink(self) -> None:

@@ -13,11 +13,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_agent import add_agent, run_agent
-from quire.cli.bench_flags import FLAGS
-from quire.cli.bench_hostile import add_hostile, run_hostile
-from quire.cli.bench_online import add_compare, add_online, run_compare, run_online
-from quire.cli.bench_speculation import add_speculation, run_speculation
+from quire.cli.bench_commands.agent import add_agent, run_agent
+from quire.cli.bench_commands.flags import FLAGS
+from quire.cli.bench_commands.hostile import add_hostile, run_hostile
+from quire.cli.bench_commands.online import add_compare, add_online, run_compare, run_online
+from quire.cli.bench_commands.speculation import add_speculation, run_speculation
 from quire.cli.output import print_error, print_note, write_json
 from quire.cli.run import OpenLLM, open_llm
 from quire.config_build import config_from_args, override_config

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.engine.step_costs import StepCosts
+from quire.engine.costs.step_costs import StepCosts
 from quire.types import STEP_SIZES
 
 

@@ -14,6 +14,7 @@ from quire.cache.index import CacheIndex
 from quire.engine.adapters.slots import AdapterSlots
 from quire.engine.candidates import Candidates, InOrder, PrefixAware
 from quire.engine.chunking import Chunking, choose_chunking
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.deferred_commit import DeferredCommit
 from quire.engine.drafts import NO_DRAFTS, Drafts, PlannedDrafts
 from quire.engine.limits import SchedulerLimits, SchedulerStats, SpeculationStats
@@ -23,7 +24,6 @@ from quire.engine.queue import Deadlines, Refusal
 from quire.engine.recovery import affected_by
 from quire.engine.request_table import RequestTable
 from quire.engine.speculation.seam import Drafter
-from quire.engine.step_costs import StepCosts
 from quire.types import Delta, FinishReason, Plan, PlanRow, QuireError, Request, Status, StepOutput
 
 FindRoom = Callable[[Request, int, Plan], tuple[int, bool]]  # request, budget, plan -> end, preempted a request

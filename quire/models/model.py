@@ -68,7 +68,7 @@ class Model(Protocol):
         last one the head; the others' `forward` takes `step.stream`, and those before the last return the stream."""
         name = type(self).__name__.removesuffix("Model")
         what = f"{name} models can't be divided into pipeline stages."
-        raise QuireError("unsupported_split", what, "Use --tp, or another model.", param="pp")
+        raise QuireError("unsupported_split", what, "Use tensor parallelism instead, or another model.", param="pp")
 
     def ignored_prefixes(self) -> tuple[str, ...]:
         """Returns prefixes of checkpoint tensors that the model does not need."""

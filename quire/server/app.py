@@ -25,7 +25,7 @@ from quire.server.batches.runner import BatchRunner
 from quire.server.http.encoding import to_json
 from quire.server.http.errors import ApiError, dialect_of, error_response, from_quire_error, from_validation
 from quire.server.http.gate import Gate, route_label
-from quire.server.infill_routes import infill_router
+from quire.server.infill.routes import infill_router
 from quire.server.ollama.routes import ollama_router
 from quire.server.openai.embeddings import embeddings_router
 from quire.server.openai.response_routes import responses_router

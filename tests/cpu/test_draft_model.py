@@ -12,8 +12,8 @@ import pytest
 from quire import LLM, QuireError, SamplingParams
 from quire.config import Config
 from quire.config_build import override_config
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.speculation.build import make_drafter, parse_speculate
-from quire.engine.step_costs import StepCosts
 from quire.models.drafting import DraftModel
 from quire.startup.cache_plan import memory_report
 from quire.startup.draft_network import LoadedDraft

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, QuireError, SamplingParams
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.speculation.build import make_drafter
-from quire.engine.step_costs import StepCosts
 from quire.files.source import resolve_model
 from quire.models.loading.head import build_head, fill_head
 from quire.startup.draft_network import LoadedDraft

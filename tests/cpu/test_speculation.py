@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from quire import LLM
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.grammar.matcher import GrammarCompiler, MaskFiller
 from quire.engine.speculation.build import make_drafter
 from quire.engine.speculation.forced import ForcedProposer
 from quire.engine.speculation.goodput import GoodputDrafter
 from quire.engine.speculation.ngram import NgramProposer
 from quire.engine.speculation.seam import Draft
-from quire.engine.step_costs import StepCosts
 from quire.types import Delta, FinishReason, GrammarSpec, QuireError, Request, SamplingParams, TokenLogprobs
 from tests.cpu.families.checks import known_answers
 from tests.cpu.rig import load, make_engine, make_request, run_deltas

@@ -9,7 +9,7 @@ import pytest
 
 from quire import LLM, GrammarSpec, QuireError, SamplingParams
 from quire.config_build import build_config
-from quire.engine.step_costs import StepCosts
+from quire.engine.costs.step_costs import StepCosts
 from tests.cpu.tiny_llm import make_tiny_llm
 
 TEXT = "the sky is blue because light is scattered " * 3

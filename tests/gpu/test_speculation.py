@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.speculation.build import make_drafter
-from quire.engine.step_costs import StepCosts
 from quire.models.drafting import DraftModel
 from quire.startup.draft_network import LoadedDraft
 from quire.types import SamplingParams

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.limits import SpeculationStats
 from quire.engine.speculation.seam import Draft, max_drafts
-from quire.engine.step_costs import StepCosts
 from quire.types import Plan, Request, Status
 from tests.pure.shadow import VOCAB, digest_of, next_token
 

@@ -51,14 +51,10 @@ def can_show(path: Path) -> list[str]:
         return ["serve", "bench offline"]  # a command without --tp has one rank
     if path.is_relative_to("cli/agent_chat"):
         return ["chat"]
+    if path.is_relative_to("cli/bench_commands"):
+        return ["bench" if name == "flags" else f"bench {name}"]
     if room == "cli":
-        own = {
-            "bench_flags": "bench",
-            "bench_agent": "bench agent",
-            "bench_online": "bench online",
-            "bench_speculation": "bench speculation",
-            "serve_engine": "serve",
-        }.get(name, name)
+        own = {"serve_engine": "serve"}.get(name, name)
         shared = ["main", "output"]
         if own == "model_argument":
             return ["run", "chat", "serve", "doctor"]

@@ -15,11 +15,11 @@ import pytest
 from quire.bench.stats import percentile
 from quire.cache.index import CacheIndex
 from quire.engine.chunking import StepTarget
+from quire.engine.costs.prompt_costs import CostModel
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.limits import SchedulerLimits
 from quire.engine.loop import Engine
-from quire.engine.prompt_costs import CostModel
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_costs import StepCosts
 from quire.types import CacheSpec, Plan, PlanRow, Request, SamplingParams, StepOutput
 
 SPEC = CacheSpec("full", "paged", (0,), (1, 8), "float32", page_tokens=16)

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.speculation.audit import MAX_SHARE, MIN_INTERVAL, AuditBudget
 from quire.engine.speculation.device import DeviceProposer
 from quire.engine.speculation.goodput import ROWS_PER_LOOK, WAIT_TRIAL, GoodputDrafter
 from quire.engine.speculation.seam import Draft
 from quire.engine.speculation.survival import SurvivalRecord
-from quire.engine.step_costs import StepCosts
 from quire.types import Plan, PlanRow, Request, SamplingParams
 
 SEED = int(os.environ.get("TEST_SEED", "7"))

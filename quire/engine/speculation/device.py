@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.speculation.seam import Draft
-from quire.engine.step_costs import StepCosts
 from quire.types import Request
 
 LONGEST = 8  # drafts proposed for one row

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from quire.engine.costs.step_costs import StepCosts, StepSize
 from quire.engine.limits import ProposerCounts, SpeculationStats
 from quire.engine.speculation.audit import AuditBudget, GainRecord
 from quire.engine.speculation.device import DeviceProposer
 from quire.engine.speculation.forced import cut_to_grammar
 from quire.engine.speculation.seam import Draft, Proposer, max_drafts
 from quire.engine.speculation.survival import SurvivalRecord
-from quire.engine.step_costs import StepCosts, StepSize
 from quire.types import Plan, Request
 
 LENGTH = 12  # maximum guesses of one draft

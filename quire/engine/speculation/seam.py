@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.limits import SpeculationStats
-from quire.engine.step_costs import StepCosts
 from quire.types import Plan, Request
 from quire.types.bounds import MAX_DRAFTS
 

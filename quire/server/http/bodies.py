@@ -102,7 +102,7 @@ def body_models() -> dict[str, type[BaseModel]]:
     """The body model of every route that takes a body."""
     from quire.server.anthropic.schemas import CountBody, MessagesBody
     from quire.server.batches.batch_routes import BatchBody
-    from quire.server.infill_routes import InfillBody
+    from quire.server.infill.routes import InfillBody
     from quire.server.ollama.schemas import EmbedBody, GenerateBody, OllamaChatBody, ShowBody
     from quire.server.openai.embeddings import EmbeddingsBody
     from quire.server.openai.response_schemas import ResponsesBody

@@ -18,7 +18,7 @@ from quire.server.http.encoding import to_json
 from quire.server.http.errors import bad_request
 from quire.server.http.replies import stream_reply, whole_reply
 from quire.server.http.route_parts import api_router, job_of
-from quire.server.infill import ended_infill, infill_prompt
+from quire.server.infill.prompt import ended_infill, infill_prompt
 from quire.server.ollama.reply import OllamaReply, loaded_reply, times_of
 from quire.server.ollama.schemas import (
     EmbedBody,

@@ -12,7 +12,7 @@ from quire.server.generation import GenerationRun
 from quire.server.http.errors import ApiError, counting_output
 from quire.server.http.replies import stream_reply, whole_reply
 from quire.server.http.route_parts import api_router, check_verbosity, job_of
-from quire.server.infill import ended_infill, infill_prompt
+from quire.server.infill.prompt import ended_infill, infill_prompt
 from quire.server.openai import completions
 from quire.server.openai.chat import ChatStream, ChatWhole
 from quire.server.openai.completions import CompletionStream, CompletionWhole

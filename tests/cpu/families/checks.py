@@ -17,9 +17,9 @@ import torch
 from quire.cache.tree import ABSENT
 from quire.config import Config
 from quire.config_build import override_config
+from quire.engine.costs.step_costs import StepCosts
 from quire.engine.loop import Engine
 from quire.engine.speculation.build import make_drafter
-from quire.engine.step_costs import StepCosts
 from quire.layers import experts
 from quire.layers.experts import Experts
 from quire.layers.linear import Linear

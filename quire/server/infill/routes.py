@@ -15,7 +15,7 @@ from quire.server.http.encoding import COMMENT, data_event
 from quire.server.http.errors import ApiError, error_body
 from quire.server.http.replies import stream_reply, whole_reply
 from quire.server.http.route_parts import api_router, job_of
-from quire.server.infill import ended_infill, infill_prompt
+from quire.server.infill.prompt import ended_infill, infill_prompt
 from quire.server.sample import Piece
 from quire.server.schemas import Body, Items, Name, Sampling, Stop, length_of, sampling_params, stops_of
 from quire.server.state import Server

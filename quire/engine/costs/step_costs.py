@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from quire.engine.prompt_costs import CostModel
+from quire.engine.costs.prompt_costs import CostModel
 from quire.types import Plan
 
 MAX_TOKENS = 512  # steps with more tokens are not timed by their size

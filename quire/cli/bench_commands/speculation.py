@@ -6,8 +6,8 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_flags import add_common_flags, add_count_flag, add_seed_flag
-from quire.cli.bench_online import check_page, write_page
+from quire.cli.bench_commands.flags import add_common_flags, add_count_flag, add_seed_flag
+from quire.cli.bench_commands.online import check_page, write_page
 from quire.cli.output import print_note
 from quire.cli.run import OpenLLM
 from quire.config_build import ENGINE_TABLES, config_from_args, override_config

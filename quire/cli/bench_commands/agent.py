@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_flags import add_common_flags, add_count_flag
+from quire.cli.bench_commands.flags import add_common_flags, add_count_flag
 from quire.cli.run import OpenLLM
 from quire.config_build import ENGINE_TABLES
 from quire.types import QuireError

@@ -1,0 +1,1 @@
+"""The flags of single benchmarks, and how they become settings. `quire.cli.bench` is the command."""

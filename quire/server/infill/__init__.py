@@ -1,0 +1,1 @@
+"""llama.cpp's `/infill`: `prompt` arranges the texts around a gap, `routes` answers."""

@@ -26,7 +26,7 @@ from quire.runtime.rows import DeviceRows
 from quire.types import Plan
 from quire.types.bounds import MAX_DRAFTS
 
-MIN_TOKENS = 64  # minimum number of tokens of the largest graph, however few rows there are
+MIN_TOKENS = 128  # minimum number of tokens of the largest graph, however few rows there are
 
 
 @dataclass(slots=True)

@@ -148,7 +148,7 @@ class Mailbox:
 def test_an_error_for_good_ends_the_engine_with_its_own_code(tiny: Any, where: str) -> None:
     """The device answers nothing any more: everyone is told so at once, and no request is blamed for it."""
     engine = make_engine(tiny)
-    runner = engine.workers._inner
+    runner = engine.workers.inner
 
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be …")
@@ -264,7 +264,7 @@ def test_other_errors_are_not_taken_for_want_of_memory(monkeypatch: pytest.Monke
 
 def test_bytes_for_the_cache_are_kept_to(tiny: Any) -> None:
     engine = make_engine(tiny, num_pages=None, cache_memory=1 << 20)
-    store = engine.workers._inner.store
+    store = engine.workers.inner.store
     taken = sum(tensor.numel() * tensor.element_size() for tensor in store.tensors.values())
     assert 0.95 * (1 << 20) < taken <= 1 << 20
 

@@ -101,8 +101,8 @@ def test_one_bad_request_ends_alone(tiny: Any, fault: str, depth: int) -> None:
 
 def caches(engine: Any) -> list[Tensor]:
     workers = engine.workers
-    while hasattr(workers, "_inner"):
-        workers = workers._inner
+    while not hasattr(workers, "store"):
+        workers = workers.inner if hasattr(workers, "inner") else workers._inner
     return list(workers.store.tensors.values())
 
 
@@ -115,8 +115,8 @@ def test_a_page_that_changed_on_the_host_is_computed_again(tiny: Any, checksums:
     for corrupt in (False, True):
         engine = make_engine(tiny, swap_checksums=checksums, **options)
         workers: Any = engine.workers
-        while hasattr(workers, "_inner"):
-            workers = workers._inner
+        while not hasattr(workers, "store"):
+            workers = workers.inner if hasattr(workers, "inner") else workers._inner
         store = workers.store
         for index, prompt in enumerate(prompts):
             request = make_request(f"r{index}", prompt, GREEDY)

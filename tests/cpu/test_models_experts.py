@@ -424,6 +424,6 @@ def test_the_memory_plan_is_what_is_allocated(config: Any, tmp_path: Path) -> No
     model: Any = load(tmp_path, page_tokens=16)
     assert plan.weights == sum(p.nbytes for p in model.parameters())
     engine = make_engine(model, max_len=256, max_rows=4, page_tokens=16, num_pages=plan.num_units[0])
-    allocated = sum(tensor.nbytes for tensor in engine.workers._inner.store.tensors.values())
+    allocated = sum(tensor.nbytes for tensor in engine.workers.inner.store.tensors.values())
     assert abs(plan.cache - allocated) <= 0.02 * allocated
     assert abs(plan.cache - (8 << 20)) <= 0.02 * (8 << 20)

@@ -29,7 +29,7 @@ llm = LLM(sys.argv[1], **json.loads(sys.argv[3]))
 params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 prompts = [[1 + i, 2, 3, 4] * 10 for i in range(4)]
 tokens = [list(output.token_ids) for output in llm.generate(prompts, params)]
-native = llm.engine.workers._inner._model.ops.native
+native = llm.engine.workers.inner._model.ops.native
 start = time.process_time()
 time.sleep(1.0)
 print(json.dumps({"tokens": tokens, "native": native.num_threads, "torch": torch.get_num_threads(),

@@ -131,7 +131,7 @@ def test_steps_of_drafts_alone_fit() -> None:
     graphs = VerifyGraphs(None, {}, make_rows(), 6, None, None)  # type: ignore[arg-type]
     assert graphs.fits(drafts_plan((1, 5, 4), (3, 15, 0)))
     assert not graphs.fits(drafts_plan((1, 5, 0), (3, 15, 0))), "those are decode steps"
-    assert not graphs.fits(drafts_plan((1, 5, 60), (3, 15, 3))), "too large"
+    assert not graphs.fits(drafts_plan((1, 5, 64), (3, 15, 63))), "too large"
     prompt = drafts_plan((1, 5, 4))
     prompt.rows.append(PlanRow("r2", 2, 0, 7, 0, True))
     assert not graphs.fits(prompt)
@@ -147,8 +147,8 @@ def test_tokens_are_those_without_speculation(depth: int, tmp_path: Path, monkey
     oracle = known_answers(prompts, expected)
     drafter = RandomDrafter(random.Random(1), right=0.8, silent=0.2, oracle=oracle, vocab=VOCAB, waits=0.9)
     engine = make_engine(model, drafter=drafter, depth=depth, late=depth == 2, max_batch_tokens=200)
-    runner: Any = engine.workers._inner  # type: ignore[attr-defined]
-    runner = runner._inner if depth == 2 else runner
+    workers: Any = engine.workers
+    runner = workers._inner.inner if depth == 2 else workers.inner
     repeating, sizes = Repeating(model), []
 
     def capture(stream: Any, pool: Any, compute: Callable[[], Sequence[Tensor]]) -> Any:

@@ -38,7 +38,7 @@ def nearly(tokens: Sequence[int], rng: random.Random) -> tuple[int, ...]:
 
 def graphs_of(llm: LLM) -> tuple[int, int]:
     """Steps with drafts that were replayed, and those that ran eagerly although a graph's size fits them."""
-    graphs = getattr(llm.engine.workers, "_inner", llm.engine.workers)._verify
+    graphs = llm.engine.workers.inner._verify  # type: ignore[attr-defined]
     return (0, 0) if graphs is None else (graphs.num_replayed, graphs.num_eager)
 
 

@@ -159,7 +159,7 @@ def test_prepared_graphs_give_the_same_tokens() -> None:
     """All graphs captured ahead, over rows and pages that are in use afterwards; of mixed steps, too."""
     for shape in SHAPES:
         engine = engine_on_device(shape)
-        mixed = engine.workers._inner._mixed
+        mixed = engine.workers.inner._mixed
         replayed = []
 
         def watched(plan: Any, inner: Any = mixed.run, replayed: list[bool] = replayed, **how: Any) -> Any:

@@ -55,7 +55,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: Family, tmp_path: Pat
         CHECKS[name](case)
     assert not (ON_GPU and family.name in CAPTURED and case.model.is_eager_only())
     if ON_GPU and not case.model.is_eager_only():
-        graphs = case.first_run[0].workers._inner._graphs
+        graphs = case.first_run[0].workers.inner._graphs
         assert graphs is not None and graphs._graphs, "decode steps were captured"
 
 

@@ -92,7 +92,7 @@ def test_wide_heads_get_their_walk(
     engine, _ = build_model_engine(found, override_config(Config(), knobs), 256, torch.device("cuda", 0))
     first = run(engine, ragged_prompts(), GREEDY)
     assert all(len(tokens) == 32 for tokens in first)
-    graphs = engine.workers._inner._graphs
+    graphs = engine.workers.inner._graphs
     assert graphs is not None and graphs._graphs, "decode steps were captured"
     monkeypatch.setattr(trials, settle, lambda ops, *args, **options: ops)
     plain = load_wide_heads(tmp_path)

@@ -65,7 +65,7 @@ def quire_logprobs(split: int, **how: Any) -> Tensor:
     pages = -(-length // PAGE)
     engine = make_engine(model, device=DEVICE, max_len=length + 8, page_tokens=PAGE, max_rows=num_rows,
                          num_pages=num_rows * pages + 2, max_batch_tokens=num_rows * length)  # fmt: skip
-    runner = engine.workers._inner
+    runner = engine.workers.inner
     rows, caches = runner._rows, runner.store.tensors
     params = SamplingParams(temperature=0.0).resolve()
     added = [RowInit(f"r{r}", r, row.tolist(), length, 0, params, (), 0, 0) for r, row in enumerate(tokens)]

@@ -76,5 +76,5 @@ def test_captured_steps_go_on_with_it(tmp_path: Path) -> None:
     engine, _ = build_model_engine(load(tmp_path), override_config(Config(), knobs), 256, torch.device("cuda", 0))
     first = run(engine, ragged_prompts(), greedy)
     assert all(len(tokens) == 32 for tokens in first)
-    graphs = engine.workers._inner._graphs
+    graphs = engine.workers.inner._graphs
     assert graphs is not None and graphs._graphs, "decode steps were captured"

@@ -54,7 +54,7 @@ def _compare(config: Config) -> tuple[MemoryPlan, MemoryPlan, int]:
     """What is said, what is planned when the model is loaded, and the bytes that are then allocated."""
     said = memory_report(config)
     parts = assemble(config)
-    caches = sum(tensor.nbytes for tensor in parts.engine.workers._inner.store.tensors.values())
+    caches = sum(tensor.nbytes for tensor in parts.engine.workers.inner.store.tensors.values())
     return said, parts.memory, caches
 
 

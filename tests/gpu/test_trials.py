@@ -127,7 +127,7 @@ def test_prompts_go_to_the_kernel_for_all_cards_where_hoppers_own_fails(monkeypa
     engine.prepare()
     assert [len(tokens) for tokens in run(engine, PROMPTS, GREEDY)] == [12, 12, 12]
     runner: Any = engine.workers
-    assert runner._inner._graphs is not None and runner._inner._mixed is not None
+    assert runner.inner._graphs is not None and runner.inner._mixed is not None
     with pytest.raises(QuireError, match="prompt attention for Hopper") as refused:
         load(folder, 16, device, dtype="bfloat16", strict_kernels=True)
     assert refused.value.code == "kernel_failed"
@@ -183,7 +183,7 @@ def check_sampled(params: SamplingParams, module: str, kernel: str, said: str, c
     assert len(lines) == 1 and lines[0].startswith(f"The {said} kernel") and "\n" not in lines[0], lines
     assert "no such instruction" in lines[0] and got == wanted and again[1] == wanted[1]
     runner: Any = engine.workers
-    assert device.type == "cpu" or (runner._inner._graphs is not None) == captured
+    assert device.type == "cpu" or (runner.inner._graphs is not None) == captured
     if not captured:
         with pytest.raises(QuireError, match=said) as refused:
             make_engine(model, device=device, strict_kernels=True, **PAGED)

@@ -182,7 +182,7 @@ def check_memory(case: Case) -> None:
                                         "page_tokens": PAGE_TOKENS, "dtype": "float32"})  # fmt: skip
     said = memory_report(config)
     engine, _ = build_model_engine(case.model, config, said.max_model_len, CPU)
-    caches = sum(tensor.nbytes for tensor in engine.workers._inner.store.tensors.values())
+    caches = sum(tensor.nbytes for tensor in engine.workers.inner.store.tensors.values())
     weights = sum({tensor.data_ptr(): tensor.nbytes for tensor in _weights(case.model)}.values())
     assert abs(said.cache - caches) <= 0.02 * caches
     assert abs(said.weights - weights) <= 0.02 * weights

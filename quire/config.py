@@ -92,7 +92,9 @@ class CacheConfig:
     cache_dir_size: int = knob(
         16 << 30, "maximum size of the folder that keeps the KV cache", low=1 << 20, unit="bytes"
     )
-    shared_cache: str | None = knob(None, "folder in which several engines share KV cache (default: none)", unit="path")
+    shared_cache: str | None = knob(
+        None, "folder or object store (s3://bucket/prefix) in which several engines share KV cache (default: none)"
+    )
     swap_checksums: bool | None = knob(
         None, "checksum the pages of preempted requests in host memory (default: only on a CPU)"
     )

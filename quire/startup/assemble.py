@@ -71,7 +71,7 @@ from quire.startup.defaults import describe_gpu, pick_device, resolve_limits, re
 from quire.startup.draft_network import LoadedDraft, load_draft
 from quire.startup.live_model import LiveModel
 from quire.startup.rank_engine import start_ranks
-from quire.startup.tiers import attach_stores, history_file, weights_version
+from quire.startup.tiers import attach_stores, history_file, refuse_stores, weights_version
 from quire.startup.trial_notes import TrialNote, find_note
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
@@ -141,6 +141,7 @@ def _run_ranks(config: Config, device: torch.device) -> RunningModel | None:
     """Returns the engine of a group of ranks; None: the model runs in this process."""
     if config.parallel.tp == config.parallel.pp == 1:
         return None
+    refuse_stores(config, "A group of ranks")
     ranks = start_ranks(config)
     replays = any(spec.kind == "state" for spec in ranks.memory.specs)
     loaded, drafter = ranks.loaded, make_drafter(config.engine.speculate, replays=replays)

@@ -8,6 +8,7 @@ from quire.cache.chain import LINK_TOKENS
 from quire.cache.index import CacheIndex
 from quire.cache.tiers.blocks import layouts_of
 from quire.cache.tiers.folder import BlockStore, FolderStore
+from quire.cache.tiers.objects import SCHEMES, ObjectStore
 from quire.cache.tiers.sessions import SessionFolder
 from quire.cache.tiers.stored import StoredTier
 from quire.config import Config
@@ -23,6 +24,13 @@ NOTE = "digests.json"
 
 def has_stores(config: Config) -> bool:
     return config.cache.cache_dir is not None or config.cache.shared_cache is not None
+
+
+def refuse_stores(config: Config, what: str) -> None:
+    """Raises if the config has stores, for an engine of a kind that can't have any."""
+    if has_stores(config):
+        hint = "Leave cache_dir and shared_cache out, or run the model in one process."
+        raise QuireError("invalid_parameter", f"{what} keeps no cache in folders yet.", hint, "cache_dir")
 
 
 def weights_version(config: Config, files: ModelFiles) -> bytes:
@@ -83,7 +91,10 @@ def attach_stores(cache: CacheIndex, store: CacheStore, config: Config) -> None:
 
 def open_shared(place: str) -> BlockStore:
     """Returns the store at a folder's path or at the URL of an object store."""
-    if "://" in place and not place.startswith("file://"):
-        what = f"The shared cache {place!r} is no folder."
-        raise QuireError("invalid_parameter", what, "Give the path of a folder.", param="shared_cache")
+    scheme = place.partition("://")[0] if "://" in place else "file"
+    if scheme in SCHEMES:
+        return ObjectStore(place)
+    if scheme != "file":
+        what = f"The shared cache {place.split('?')[0]!r} is neither a folder nor an object store."
+        raise QuireError("invalid_parameter", what, "Give a path, or a URL as s3://bucket/prefix.", "shared_cache")
     return FolderStore(Path(place.removeprefix("file://")).expanduser(), is_shared=True)

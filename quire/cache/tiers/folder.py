@@ -123,9 +123,14 @@ class FolderStore:
             os.unlink(self.path(name))
 
     def path(self, name: str) -> Path:
-        if not NAME.fullmatch(name):  # may come from a session's file
-            raise QuireError("session_damaged", f"{name[:80]!r} is no name of a block.", "Save the session again.")
-        return self.folder / name[:2] / name
+        return self.folder / name[:2] / check_name(name)
+
+
+def check_name(name: str) -> str:
+    """Return a block's name. Raises if it is none, which a session's file may have: it must not become a path."""
+    if not NAME.fullmatch(name):
+        raise QuireError("session_damaged", f"{name[:80]!r} is no name of a block.", "Save the session again.")
+    return name
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 STREAMS, PROMPT_LEN, OUTPUT_LEN, MANY_OUTPUT_LEN, LONG_PROMPT = 16, 128, 128, 64, 512
 AGREEMENT_TOKENS = 64
+DIVERGENCE_TEXTS = 8  # questions with their answers whose distributions are compared
+NOISE = 1e-5  # nats a token: less is rounding, on both sides
 GATES = {"one stream": 1.0, "prefill": {"Q4_1": 2.0, "Q4_0": 1.0}, "16 streams": 1.5}
 # Of random weights: ratios to llama.cpp. One stream also passes at this share of the byte floor.
 SHAPE_GATES = {"one stream": 1.2, "prefill": 1.3, "16 streams": 1.5}
@@ -72,6 +74,9 @@ def bench_llama_cpp(
         bars.append(
             Bar(f"{form}: greedy tokens as the reference, ours over theirs", ours / max(theirs, 1), 1.0, "at least")
         )
+        kl = result["agreement"]["kl"]  # type: ignore[index]
+        share = (kl["ours"] + NOISE) / (kl["theirs"] + NOISE)
+        bars.append(Bar(f"{form}: divergence from float32, ours over theirs", share, 1.0, "at most"))
     best = max(result["16 streams"]["theirs"] for result in results.values())
     ours_best = max(result["16 streams"]["ours"] for result in results.values())
     bars.append(Bar("16 streams, best of each", ours_best / best, GATES["16 streams"], "at least"))  # type: ignore[arg-type]
@@ -279,6 +284,14 @@ class LlamaCppSide:
         shape = (self._vocab_size,)
         return [np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, i), shape) for i in wanted]
 
+    def scores(self, tokens: Sequence[int]) -> Any:
+        """Return the log-probabilities of the tokens after the first, [n, vocab] float32 in torch."""
+        import torch
+
+        self.clear()
+        logits = self._decode([(token, place, 0, True) for place, token in enumerate(tokens)])
+        return torch.from_numpy(np.stack(logits[:-1])).log_softmax(-1)
+
     def clear(self) -> None:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
 
@@ -315,12 +328,41 @@ def _agreement(
     with open_llm(path, dtype="float32", kernels="torch", max_model_len=2048, prefix_cache=False) as exact:
         wanted = QuireSide(exact).run(prompts, AGREEMENT_TOKENS)[0]
     report: Report = {"prompts": len(prompts), "tokens_each": AGREEMENT_TOKENS}
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, wanted, strict=True)][:DIVERGENCE_TEXTS]
+    report["kl"] = _divergence(path, sides["theirs"], texts)
+    say(
+        "  divergence from float32, nats a token: " + ", ".join(f"{name} {kl:.5f}" for name, kl in report["kl"].items())
+    )
     for name, side in sides.items():
         got = [side.run([prompt], AGREEMENT_TOKENS)[0][0] for prompt in prompts]
         common = [_common_len(a, b) for a, b in zip(got, wanted, strict=True)]
         report[name] = {"tokens": sum(common), "whole": sum(n == AGREEMENT_TOKENS for n in common)}
         say(f"  {name}: {report[name]['tokens']} tokens, {report[name]['whole']} whole answers")
     return report
+
+
+def _divergence(path: Path, theirs: LlamaCppSide, texts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Return each side's mean KL divergence of next-token distributions from those of plain torch in float32."""
+    import torch
+
+    from quire.files.source import resolve_model
+    from quire.models.loading.loader import load_model
+    from quire.runtime.reading import CPU, PAGE, next_token_scores
+
+    def read(dtype: str, kernels: str) -> list[Any]:
+        model = load_model(
+            resolve_model(path), dtype=dtype, kernels=kernels, device=CPU, max_model_len=None, page_tokens=PAGE
+        ).model
+        return [torch.cat([scores.clone() for scores, _ in next_token_scores(model, tokens)]) for tokens in texts]
+
+    exact = read("float32", "torch")
+    found = {"ours": read("auto", "auto"), "theirs": [theirs.scores(tokens) for tokens in texts]}
+    return {
+        name: torch.cat([(want.exp() * (want - got)).sum(-1) for want, got in zip(exact, scores, strict=True)])
+        .mean()
+        .item()
+        for name, scores in found.items()
+    }
 
 
 def _common_len(a: Sequence[int], b: Sequence[int]) -> int:

@@ -7,6 +7,8 @@ implementation. All output goes to stderr, so that stdout only has the model's t
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -87,6 +89,39 @@ class BarProgress:
 
     def note(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
+
+
+class LateProgress:
+    """Shows a transfer in another display once it takes longer than a moment, so that a quick one leaves no trace."""
+
+    def __init__(self, shown: Progress, seconds: float = 2.0, clock: Callable[[], float] = time.monotonic):
+        self._shown, self._seconds, self._clock = shown, seconds, clock
+        self._what, self._total, self._since, self._is_shown = "", 0, 0.0, False
+
+    def start(self, what: str, total: int, done: int = 0) -> None:
+        self.finish()
+        self._what, self._total, self._since = what, total, self._clock()
+
+    def update(self, done: int) -> None:
+        if not self._is_shown and self._clock() - self._since >= self._seconds:
+            self._is_shown = True
+            self._shown.start(self._what, self._total, done)
+        if self._is_shown:
+            self._shown.update(done)
+
+    def finish(self) -> None:
+        if self._is_shown:
+            self._shown.finish()
+        self._is_shown = False
+
+    def note(self, line: str) -> None:
+        self._shown.note(line)
+
+
+def loading_progress() -> Progress:
+    """Returns a bar that appears after two seconds on a terminal; nothing elsewhere, where logs are read by programs."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return LateProgress(BarProgress()) if is_terminal else QuietProgress()
 
 
 def default_progress() -> Progress:

@@ -29,7 +29,7 @@ from quire.engine.speculation.seam import Drafter
 from quire.engine.trace import NO_TRACE, FileTracer
 from quire.engine.workers import Workers
 from quire.files.adapters import parse_adapters
-from quire.files.progress import Progress, QuietProgress
+from quire.files.progress import Progress, loading_progress
 from quire.files.source import ModelFiles
 from quire.kernels.table import (
     RowOps,
@@ -105,7 +105,7 @@ def assemble(config: Config, progress: Progress | None = None, compilers: Compil
     running = _run_ranks(config, device)
     if running is None:
         note = find_note(config, files, describe_gpu(device))
-        running = _load_engine(config, files, tokenizer, device, note, progress or QuietProgress())
+        running = _load_engine(config, files, tokenizer, device, note, progress or loading_progress())
     engine, memory = running.engine, running.memory
     eos_ids = tuple(dict.fromkeys([*running.eos_ids, *(tokenizer.eos_ids if tokenizer else ())]))
     edge = Edge(

@@ -119,7 +119,7 @@ class LateProgress:
 
 
 def loading_progress() -> Progress:
-    """Returns a bar that appears after two seconds on a terminal; nothing elsewhere, where logs are read by programs."""
+    """Returns a bar that appears after two seconds on a terminal; nothing elsewhere, where programs read the logs."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     return LateProgress(BarProgress()) if is_terminal else QuietProgress()
 

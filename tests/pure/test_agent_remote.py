@@ -111,6 +111,18 @@ def test_a_server_that_repeats_the_name_and_counts_nothing(served: Served) -> No
     assert answer.output_tokens == 4
 
 
+def test_a_stream_without_any_event_is_asked_again_as_a_whole(served: Served) -> None:
+    """llama-cpp-python ends a stream so where it can't choose among tools in one, or has an error to tell."""
+    function = {"name": "read_file", "arguments": '{"path": "a"}'}
+    message = {"content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    whole = {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": {"prompt_tokens": 7}}
+    served.reply = (200, json.dumps(whole).encode())
+    answer = ask(RemoteEngine(served.url), tools=[TOOL])
+    assert [(call.id, call.name, call.arguments) for call in answer.calls] == [("c1", "read_file", '{"path": "a"}')]
+    assert (answer.prompt_tokens, answer.output_tokens, answer.finish_reason) == (7, 1, "tool_calls")
+    assert [body.get("stream") for body in served.bodies] == [True, None]
+
+
 def test_a_call_cut_by_the_limit_is_not_complete(served: Served) -> None:
     served.events(call_piece("read_file", '{"path": "a'), delta("length"))
     assert not ask(RemoteEngine(served.url), tools=[TOOL]).calls[0].is_complete
@@ -145,7 +157,8 @@ def set_reply(status: int, body: bytes) -> Callable[[Served], None]:
         (set_reply(404, b"<html>nothing</html>"), "request_failed", "nothing"),
         (set_reply(200, b"data: {broken\n\n"), "request_failed", "no JSON"),
         (set_reply(200, b'data: {"error": {"message": "died"}}\n\n'), "request_failed", "died"),
-        (set_reply(200, b""), "request_failed", "broke off"),
+        (set_reply(200, b""), "request_failed", "no answer"),
+        (set_reply(200, b'{"choices": [3]}'), "request_failed", "no answer"),
         (lambda served: served.events(delta(content="half"), done=False), "request_failed", "broke off"),
     ],
 )

@@ -48,9 +48,14 @@ class RemoteEngine:
         connection = self._connect(ANSWER_SECONDS)
         reader = _ChatStream(started)
         try:
-            reply = self._post(connection, self._body(question))
-            for event in _events(reply):
+            body = self._body(question)
+            for event in _events(self._post(connection, body)):
                 yield from reader.take(event)
+            if reader.is_empty:  # llama-cpp-python's reply to what it can't stream, errors among it
+                connection.close()
+                connection = self._connect(ANSWER_SECONDS)
+                del body["stream"], body["stream_options"]
+                yield from reader.take_whole(self._post(connection, body).read(MAX_EVENT))
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
         finally:
@@ -146,8 +151,10 @@ class _ChatStream:
         self._answer = ModelAnswer(finish_reason="")
         self._calls: dict[int, ModelCall] = {}
         self._num_pieces = 0
+        self.is_empty = True  # no event came
 
     def take(self, event: dict[str, Any]) -> Iterator[TextPiece | ReasoningPiece]:
+        self.is_empty = False
         if error := event.get("error"):
             message = error.get("message") if isinstance(error, dict) else error
             raise QuireError("request_failed", f"The server ended the answer: {message}")
@@ -158,6 +165,19 @@ class _ChatStream:
             if choice.get("finish_reason"):
                 self._answer.finish_reason = str(choice["finish_reason"])
             yield from self._take_delta(choice.get("delta") or {})
+
+    def take_whole(self, data: bytes) -> Iterator[TextPiece | ReasoningPiece]:
+        """Takes a reply that is not streamed."""
+        try:
+            whole = json.loads(data)
+            choice = whole["choices"][0]
+            message = choice["message"]
+            calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            raise QuireError("request_failed", f"The server sent no answer: {data[:100]!r}.") from None
+        delta = {**message, "tool_calls": calls}
+        yield from self.take({"choices": [{"delta": delta, "finish_reason": choice.get("finish_reason") or "stop"}]})
+        yield from self.take({"usage": whole.get("usage")})
 
     def _take_usage(self, usage: dict[str, Any]) -> None:
         self._answer.prompt_tokens = int(usage.get("prompt_tokens") or 0)
@@ -227,7 +247,8 @@ def _refusal(status: int, data: bytes) -> QuireError:
         error = json.loads(data).get("error")
         message = str(error.get("message", "")) if isinstance(error, dict) else str(error or "")
     hint = "Give the key with --api-key." if status in (401, 403) else ""
-    code = "context_full" if status == 400 and "context" in message.lower() else "request_failed"
+    is_full = status in (400, 413, 422, 500) and "context" in message.lower()
+    code = "context_full" if is_full else "request_failed"
     return QuireError(code, f"The server answered {status}: {message or data[:200].decode('utf-8', 'replace')}", hint)
 
 

@@ -6,6 +6,7 @@ skips.
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -141,7 +142,11 @@ def test_the_feed_tells_samples_and_requests(server: Started) -> None:
                 4,
             )  # three words and the end
             assert good["seconds"] > 0 and seen["bad-me"]["status"] == 400
-            assert last["ttft"][-1] > first["ttft"][-1] and last["failures"] > first["failures"]
+            assert (
+                last["ttft"][-1] > first["ttft"][-1]
+                and last["refused"] > first["refused"]
+                and last["failures"] == first["failures"]
+            )
         end = time.monotonic() + 20
         while other.get("/v1/stats").json()["http"]["open"] > 1:  # the reply itself is the one
             assert time.monotonic() < end, "the feed went on after its reader left"
@@ -500,5 +505,132 @@ def test_it_fits_a_phone_and_follows_the_theme(server: Started, browser: Browser
             colours.append(browser.evaluate(paper))
             browser.evaluate("document.querySelector('#theme').click()")
         assert colours[1] != colours[2] and colours[0] in colours[1:], "automatic, light, dark"
+    finally:
+        browser.send("Emulation.clearDeviceMetricsOverride")
+
+
+def test_conversations_are_kept_named_and_brought_back(server: Started, browser: Browser) -> None:
+    open_page(browser, server.url)
+    ask(browser, "first question")
+    browser.until(DONE)
+    browser.evaluate("document.querySelector('#new').click()")
+    browser.until("document.querySelectorAll('.turn').length === 0")
+    ask(browser, "second question")
+    browser.until(DONE)
+    browser.evaluate("document.querySelector('#show-chats').click()")
+    names = "[...document.querySelectorAll('.chat-name')].map((one) => one.textContent)"
+    assert browser.evaluate(names) == ["second question", "first question"]
+    browser.evaluate("document.querySelectorAll('.chat-name')[1].click()")
+    browser.until("document.querySelector('.said')?.textContent === 'first question'")
+    browser.evaluate("document.querySelectorAll('.chats li')[1].querySelectorAll('.chat-buttons button')[0].click()")
+    browser.evaluate("document.querySelector('.chats input').value = ''")
+    browser.type(".chats input", "my name")
+    browser.press("Enter")
+    browser.until(f"{names}.includes('my name')")
+    browser.evaluate("document.querySelectorAll('.chats li')[1].querySelectorAll('.chat-buttons button')[2].click()")
+    browser.until(f"{names}.length === 1")
+    assert browser.evaluate("document.querySelectorAll('.turn').length") == 0
+    browser.evaluate("document.querySelector('.undo button').click()")
+    browser.until(f"{names}.includes('my name')")
+    browser.send("Page.reload")
+    browser.until("document.readyState === 'complete' && document.querySelector('#show-chats') !== null")
+    browser.evaluate("document.querySelector('#show-chats').click()")
+    browser.until(f"{names}.length === 2 && {names}.includes('my name')")
+    assert browser.complaints == []
+
+
+def test_edit_and_retry_keep_the_versions(server: Started, browser: Browser) -> None:
+    open_page(browser, server.url)
+    ask(browser, "one way")
+    browser.until(DONE)
+    browser.evaluate("document.querySelector('.turn.user footer button:last-child').click()")
+    assert browser.evaluate("document.querySelectorAll('.turn').length") == 2, "nothing is lost by editing"
+    browser.press("Escape")
+    assert browser.evaluate("document.querySelector('#question').value") == ""
+    browser.evaluate("document.querySelector('.turn.user footer button:last-child').click()")
+    browser.type("#question", " or another")
+    browser.press("Enter")
+    browser.until(f"document.querySelector('.said')?.textContent === 'one way or another' && {DONE}")
+    assert browser.evaluate("document.querySelector('.user .versions').textContent") == "‹2 of 2›"
+    browser.evaluate("document.querySelector('.user .versions button').click()")
+    browser.until("document.querySelector('.said').textContent === 'one way'")
+    assert browser.evaluate("document.querySelector('.assistant .markdown').textContent") == "one way"
+    browser.evaluate("document.querySelector('.turn-buttons').lastChild.click()")  # retry
+    browser.until(f"document.querySelector('.assistant .versions')?.textContent === '‹2 of 2›' && {DONE}")
+    browser.evaluate("document.querySelector('.user .versions button:last-child').click()")
+    browser.until("document.querySelector('.said').textContent === 'one way or another'")
+    browser.send("Page.reload")
+    browser.until("document.querySelector('.user .versions')?.textContent === '‹2 of 2›'")
+    assert browser.complaints == []
+
+
+def test_files_continuing_and_the_caret(server: Started, browser: Browser) -> None:
+    open_page(browser, server.url)
+    browser.evaluate(
+        "const bag = new DataTransfer(); bag.items.add(new File(['x = 1 # one'], 'a.py'));"
+        "document.querySelector('#files').files = bag.files;"
+        "document.querySelector('#files').dispatchEvent(new Event('change'))"
+    )
+    browser.until("document.querySelector('#attached .chip')?.textContent === 'a.py ×'")
+    browser.type("#set-max_tokens", "40")
+    ask(browser, "```python\nreturn 'a' # b\n```\n" + "word " * 300)
+    browser.until("document.querySelector('.assistant .markdown .caret') !== null")
+    assert browser.evaluate("document.querySelector('.caret').parentElement.tagName") in ("P", "CODE", "DIV")
+    browser.until(DONE)
+    said = browser.evaluate("document.querySelector('.assistant .markdown').textContent")
+    assert "x = 1" in said and browser.evaluate("document.querySelector('.said .chip').textContent") == "a.py"
+    assert "cut at the token limit" in browser.evaluate("document.querySelector('.turn-figures').textContent")
+    browser.evaluate(
+        "[...document.querySelectorAll('.turn-buttons button')].find((b) => b.textContent === 'Continue').click()"
+    )
+    browser.until(f"document.querySelector('.assistant .markdown').textContent.length > {len(said)} && {DONE}")
+    assert browser.evaluate("document.querySelectorAll('.turn').length") == 2
+    assert browser.evaluate("document.querySelector('.code-word, .code-comment, .code-string, .code-number') !== null")
+    assert browser.complaints == []
+
+
+def test_a_full_context_says_what_it_left_out(model_here: None, browser: Browser) -> None:
+    started = start(stub_command("--max-model-len", "400", "--chat-template", TEMPLATE, "--served-model-name", "a,b"))
+    open_page(browser, started.url, key=None)
+    for number in range(4):
+        ask(browser, f"{number} " + "word " * 60)
+        browser.until(f"document.querySelectorAll('.assistant').length === {number + 1} && {DONE}")
+    shown = "document.querySelector('.assistant:last-child .dropped')"
+    assert "oldest" in browser.evaluate(f"{shown}.textContent") and not browser.evaluate(f"{shown}.hidden")
+    assert browser.evaluate("document.querySelectorAll('#set-model option').length") == 2
+    browser.evaluate(
+        "const f = document.querySelector('#set-model'); f.value = 'b'; f.dispatchEvent(new Event('change'))"
+    )
+    browser.evaluate(
+        "const p = document.querySelector('#set-preset'); p.value = 'Precise'; p.dispatchEvent(new Event('change'))"
+    )
+    assert browser.evaluate("document.querySelector('#set-temperature').value") == "0"
+    assert browser.evaluate("JSON.parse(sessionStorage.getItem('quire.settings')).model") == "b"
+    assert browser.complaints == []
+    started.stop()
+
+
+@pytest.mark.parametrize("width", [360, 820, 1400])
+def test_it_fits_three_widths(server: Started, browser: Browser, width: int, tmp_path: Path) -> None:
+    """`SCREENSHOTS=folder` keeps pictures of every view."""
+    browser.send("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500)
+    try:
+        open_page(browser, server.url, ADMIN_KEY)
+        ask(browser, "Some **words**\n\n```python\ndef f(x):\n    return x + 1  # one\n```")
+        browser.until(DONE)
+        for view, script in (
+            ("chat", "0"),
+            ("chats", "document.querySelector('#show-chats').click()"),
+            ("engine", "location.hash = 'engine'"),
+            ("requests", "location.hash = 'requests'"),
+        ):
+            browser.evaluate(script)
+            browser.until("document.querySelector('.view:not([hidden])') !== null")
+            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is too wide"
+            folder = os.environ.get("SCREENSHOTS")
+            if folder:
+                time.sleep(1)  # for the eye only: plots have drawn themselves
+                picture = browser.send("Page.captureScreenshot", format="png")["data"]
+                (Path(folder) / f"{view}-{width}.png").write_bytes(base64.b64decode(picture))
     finally:
         browser.send("Emulation.clearDeviceMetricsOverride")

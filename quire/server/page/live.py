@@ -23,7 +23,7 @@ import msgspec
 from quire.client.engine_client import LiveRequest
 from quire.engine.limits import StepShape
 from quire.server.http.encoding import named_event, to_json
-from quire.server.http.errors import ApiError
+from quire.server.http.errors import STATUS_BY_CODE, ApiError
 from quire.server.metrics import SECONDS, TOKEN_SECONDS
 from quire.server.ops_routes import stats_body
 from quire.server.page.history import History
@@ -36,6 +36,7 @@ MAX_VIEWERS = 16
 MAX_OPEN = 50  # open requests shown
 TTFT, TPOT = "quire_ttft_seconds_bucket", "quire_tpot_seconds_bucket"
 FAILURES, HANGUPS = "quire_failures_total", "quire_disconnects_total"
+REFUSED = "refused"  # failures that are the client's fault
 # Index of the bucket by its upper bound.
 PLACES = {
     TTFT: {bound: place for place, bound in enumerate((*SECONDS, math.inf))},
@@ -149,14 +150,16 @@ class LiveFeed:
     def _read_metrics(self) -> dict[str, Any]:
         """Totals over all routes. Buckets are cumulative, as in Prometheus; the last bound is infinity."""
         buckets = {name: [0] * len(places) for name, places in PLACES.items()}
-        totals = {FAILURES: 0, HANGUPS: 0}
+        totals = {FAILURES: 0, HANGUPS: 0, REFUSED: 0}
         for family in self._metrics.collect():
             for one in family.samples:
                 if one.name in buckets:
                     buckets[one.name][PLACES[one.name][float(one.labels["le"])]] += int(one.value)
                 elif one.name in totals:
-                    totals[one.name] += int(one.value)
-        return {"ttft": buckets[TTFT], "tpot": buckets[TPOT], "failures": totals[FAILURES], "hangups": totals[HANGUPS]}
+                    is_ours = one.name != FAILURES or _is_ours(one.labels["code"])
+                    totals[one.name if is_ours else REFUSED] += int(one.value)
+        shown = {"failures": totals[FAILURES], "refused": totals[REFUSED], "hangups": totals[HANGUPS]}
+        return {"ttft": buckets[TTFT], "tpot": buckets[TPOT], **shown}
 
     def _open(self) -> list[dict[str, Any]]:
         """Open requests, oldest first, without any of their text."""
@@ -180,3 +183,8 @@ def _shown(live: Iterable[LiveRequest]) -> list[dict[str, Any]]:
         }
         for one in islice(live, MAX_OPEN)
     ]
+
+
+def _is_ours(code: str) -> bool:
+    """Whether an error is the server's fault and not the client's."""
+    return code == "internal_error" or STATUS_BY_CODE.get(code, 400) >= 500

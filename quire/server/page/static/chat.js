@@ -1,5 +1,6 @@
 // The chat view: the composer, its keyboard shortcuts, and the elements of the conversation.
 
+import { ChatList } from "./chats.js";
 import { Conversation } from "./conversation.js";
 import { h } from "./dom.js";
 import { Settings } from "./settings.js";
@@ -7,9 +8,10 @@ import { AnswerTurn, userTurn } from "./turns.js";
 
 const IDEAS = [
   "Explain how a prefix cache saves work, in three sentences.",
-  "Write a haiku about paper.",
+  "Which five inventions made printing cheaper? One sentence each.",
   "Give me a Python function that merges two sorted lists.",
 ];
+const MAX_FILE = 1 << 20;
 const SAVE_EVERY = 1000; // milliseconds, while an answer streams
 const touch = matchMedia("(pointer: coarse)");
 
@@ -29,13 +31,33 @@ class ChatView {
       "send",
       "hint",
       "settings",
+      "chats",
       "new",
-      "show-settings",
+      "files",
+      "attach",
+      "attached",
     ]) {
-      this[name === "show-settings" ? "showSettings" : name] = document.getElementById(name);
+      this[name] = document.getElementById(name);
     }
+    this.showSettings = document.getElementById("show-settings");
+    this.showChats = document.getElementById("show-chats");
     this.conversation = new Conversation();
     this.panel = new Settings(this.settings, { onClose: () => this.#toggleSettings(false) });
+    this.list = new ChatList(this.chats, {
+      onOpen: (id) => this.#open(id),
+      onGone: (id) => {
+        if (id !== this.conversation.id) return;
+        this.conversation.forget();
+        this.#open(null);
+      },
+      onRenamed: (id, name) => {
+        if (id === this.conversation.id) this.conversation.name = name;
+      },
+      onClose: () => this.#toggleChats(false),
+      current: () => this.conversation.id,
+    });
+    this.editing = null; // the turn of which the composer holds another version
+    this.attachments = []; // files for the next message
     this.views = new Map(); // turn → its elements
     this.dirty = null; // the turn to draw in the next frame
     this.savedAt = 0;
@@ -66,14 +88,20 @@ class ChatView {
     });
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
-      if (this.conversation.busy) this.conversation.stop();
+      if (this.editing) this.#stopEditing();
+      else if (this.conversation.busy) this.conversation.stop();
       else if (!this.settings.hidden && this.settings.contains(document.activeElement)) this.#toggleSettings(false);
     });
     this.new.addEventListener("click", () => {
-      this.conversation.clear();
+      this.conversation.begin();
+      this.#stopEditing();
       this.#showAll();
+      this.list.update();
       this.question.focus();
     });
+    this.showChats.addEventListener("click", () => this.#toggleChats(this.chats.hidden));
+    this.attach.addEventListener("click", () => this.files.click());
+    this.files.addEventListener("change", () => this.#attach());
     this.showSettings.addEventListener("click", () => this.#toggleSettings(this.settings.hidden));
     this.scroller.addEventListener("scroll", () => {
       const { scrollTop, scrollHeight, clientHeight } = this.scroller;
@@ -85,16 +113,65 @@ class ChatView {
 
   #send() {
     const text = this.question.value;
-    if (!text.trim()) return;
-    this.question.value = "";
-    this.#fit();
+    if (!text.trim() && !this.attachments.length) return;
     const turn = { role: "user", text };
+    if (this.attachments.length) turn.files = this.attachments;
+    if (this.editing) turn.fork = this.conversation.fork(this.editing);
     this.conversation.turns.push(turn);
+    this.#stopEditing();
     this.#ask();
   }
 
-  /** An answer to the conversation as it stands. */
-  async #ask() {
+  /** Show another kept conversation, or a new one if it is gone. */
+  #open(id) {
+    if (!id || !this.conversation.open(id)) this.conversation.begin();
+    this.#stopEditing();
+    this.follow = true;
+    this.#showAll();
+    this.#showBusy();
+    this.list.update();
+  }
+
+  async #attach() {
+    for (const file of this.files.files) {
+      if (file.size > MAX_FILE) this.#tell(`${file.name} is larger than 1 MB.`);
+      else {
+        const content = await file.text();
+        if (content.includes("\0")) this.#tell(`${file.name} is no text.`);
+        else this.attachments.push({ name: file.name, content });
+      }
+    }
+    this.files.value = "";
+    this.#showAttached();
+    this.question.focus();
+  }
+
+  #showAttached() {
+    this.attached.hidden = !this.attachments.length;
+    this.attached.replaceChildren(
+      ...this.attachments.map((file) =>
+        h(
+          "button.chip",
+          {
+            type: "button",
+            "aria-label": `Remove ${file.name}`,
+            onclick: () => {
+              this.attachments = this.attachments.filter((one) => one !== file);
+              this.#showAttached();
+            },
+          },
+          `${file.name} ×`,
+        ),
+      ),
+    );
+  }
+
+  #tell(words) {
+    this.hint.textContent = words;
+  }
+
+  /** An answer to the conversation as it stands. `fork`: it is another version; `into`: it continues a cut answer. */
+  async #ask({ fork, into } = {}) {
     let fields;
     try {
       fields = this.panel.fields();
@@ -115,24 +192,38 @@ class ChatView {
       fields,
       system: this.panel.system,
       onChange: (turn) => this.#changed(turn),
+      fork,
+      into,
     });
     this.#showAll();
     this.#showBusy();
     await answering;
     this.#showBusy();
+    this.list.update();
   }
 
   #retry(turn) {
-    this.conversation.cut(turn);
-    this.#ask();
+    this.#ask({ fork: this.conversation.fork(turn) });
   }
 
+  /** Nothing is lost by editing: sending makes another version beside the turn. */
   #edit(turn) {
-    this.conversation.cut(turn);
+    this.editing = turn;
     this.question.value = turn.text;
+    this.attachments = turn.files ?? [];
+    this.#showAttached();
     this.#fit();
-    this.#showAll();
+    this.#showBusy();
     this.question.focus();
+  }
+
+  #stopEditing() {
+    this.editing = null;
+    this.question.value = "";
+    this.attachments = [];
+    this.#showAttached();
+    this.#fit();
+    this.#showBusy();
   }
 
   // -- showing --------------------------------------------------------------------------------------------------------
@@ -143,6 +234,13 @@ class ChatView {
     const actions = {
       retry: (turn) => this.#retry(turn),
       edit: (turn) => this.#edit(turn),
+      resume: (turn) => this.#ask({ into: turn }),
+      versions: (turn) => this.conversation.versions(turn),
+      switch: (turn, step) => {
+        this.conversation.switch(turn, step);
+        this.#stopEditing();
+        this.#showAll();
+      },
       isLast: (turn) => this.conversation.turns.at(-1) === turn,
       sendResults: (turn) => {
         this.views.delete(turn); // drawn again with its results
@@ -208,12 +306,27 @@ class ChatView {
     const { busy } = this.conversation;
     this.send.textContent = busy ? "Stop" : "Send";
     this.send.classList.toggle("stop", busy);
-    this.hint.textContent = touch.matches ? "" : busy ? "Esc stops" : "Enter sends, Shift+Enter for a new line";
+    const words = this.editing
+      ? "Another version of your message. Esc leaves it."
+      : busy
+        ? "Esc stops"
+        : "Enter sends, Shift+Enter for a new line";
+    this.hint.textContent = touch.matches && !this.editing ? "" : words;
   }
 
   #fit() {
     this.question.style.height = "auto";
     this.question.style.height = `${Math.min(this.question.scrollHeight, innerHeight * 0.4)}px`;
+  }
+
+  #toggleChats(open) {
+    this.chats.hidden = !open;
+    this.showChats.setAttribute("aria-expanded", String(open));
+    if (open) {
+      this.conversation.save();
+      this.list.update();
+    }
+    (open ? this.chats.querySelector("button") : this.showChats).focus();
   }
 
   #toggleSettings(open, focus = true) {

@@ -2,15 +2,28 @@
 // It does not touch the page; chat.js displays it.
 
 import { call, events, ServerError } from "./api.js";
+import { fresh, load, opened, store } from "./archive.js";
 
-const STORED = "quire.conversation";
-
-/** Turns are {role: "user", text} or {role: "assistant", text, reasoning, calls, state, ...figures} . */
+/** Turns are {role: "user", text, files} or {role: "assistant", text, reasoning, calls, state, ...figures}. A turn with
+ * versions has the id of its fork: `forks[id].tails` has the turns of each version, null for the one that is shown. */
 export class Conversation {
   constructor() {
-    this.turns = JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
-    for (const turn of this.turns) if (turn.state === "waiting" || turn.state === "streaming") turn.state = "stopped";
     this.stopper = null;
+    this.#take(opened());
+  }
+
+  #take({ id, name, turns, forks }) {
+    this.stop();
+    Object.assign(this, { id, name, turns, forks: forks ?? {} });
+    for (const turn of this.turns) if (turn.state === "waiting" || turn.state === "streaming") turn.state = "stopped";
+  }
+
+  /** Show a kept conversation. Returns false if it is gone. */
+  open(id) {
+    this.save();
+    const found = load(id);
+    if (found) this.#take(found);
+    return found !== null;
   }
 
   get busy() {
@@ -18,16 +31,20 @@ export class Conversation {
   }
 
   save() {
-    try {
-      sessionStorage.setItem(STORED, JSON.stringify(this.turns));
-    } catch {
-      /* the storage is full: the conversation continues, but a reload loses it */
-    }
+    const { id, name, turns, forks } = this;
+    return store({ id, name, turns, forks });
   }
 
-  clear() {
+  /** Leave a conversation that was deleted, so that it is not kept again. */
+  forget() {
     this.stop();
     this.turns = [];
+  }
+
+  /** Begin a new conversation. The one before stays in the list. */
+  begin() {
+    this.save();
+    this.#take(fresh());
     this.save();
   }
 
@@ -35,22 +52,54 @@ export class Conversation {
     this.stopper?.abort();
   }
 
-  /** Cut everything from the turn on, and return it. */
-  cut(turn) {
+  /** Make room for another version of a turn: it and what follows are kept as a version of their own. Returns the id
+   * that the new version must have. */
+  fork(turn) {
     this.stop();
-    const removed = this.turns.splice(this.turns.indexOf(turn));
-    this.save();
-    return removed;
+    turn.fork ??= String(Object.keys(this.forks).length);
+    const fork = (this.forks[turn.fork] ??= { tails: [null], shown: 0 });
+    fork.tails[fork.shown] = this.turns.splice(this.turns.indexOf(turn));
+    fork.tails.push(null);
+    fork.shown = fork.tails.length - 1;
+    return turn.fork;
   }
 
-  /** Request the next turn. Calls `onChange(turn)` after each piece of it. */
-  async answer({ fields, system, onChange }) {
-    const body = { messages: this.#messages(system), ...fields, stream: true, stream_options: { include_usage: true } };
-    const turn = { role: "assistant", text: "", reasoning: "", calls: [], state: "waiting", chunks: 0 };
+  /** The place of a turn among its versions, and how many there are. */
+  versions(turn) {
+    const fork = this.forks[turn.fork];
+    return fork ? { at: fork.shown, count: fork.tails.length } : { at: 0, count: 1 };
+  }
+
+  /** Show another version of a turn and of what follows it. */
+  switch(turn, step) {
+    this.stop();
+    const fork = this.forks[turn.fork];
+    fork.tails[fork.shown] = this.turns.splice(this.turns.indexOf(turn));
+    fork.shown = (fork.shown + step + fork.tails.length) % fork.tails.length;
+    this.turns.push(...fork.tails[fork.shown]);
+    fork.tails[fork.shown] = null;
+    this.save();
+  }
+
+  /** Request the next turn, or with `into` the rest of an answer that was cut. Calls `onChange(turn)` after each piece
+   * of it. */
+  async answer({ fields, system, onChange, fork, into }) {
+    const body = {
+      messages: this.#messages(system),
+      truncation: "auto", // a full context leaves out the oldest turns and says so, instead of ending the conversation
+      ...fields,
+      ...(into ? { continue_final_message: true, add_generation_prompt: false } : {}),
+      stream: true,
+      stream_options: { include_usage: true },
+    };
+    const turn = into ?? { role: "assistant", text: "", reasoning: "", calls: [], chunks: 0, fork };
+    delete turn.error;
+    delete turn.reason;
+    Object.assign(turn, { state: "waiting", chunks: 0, firstAt: undefined, lastAt: undefined, usage: undefined });
     const started = performance.now();
     const stopper = new AbortController();
     this.stopper = stopper;
-    this.turns.push(turn);
+    if (!into) this.turns.push(turn);
     onChange(turn);
     try {
       const reply = await call("/v1/chat/completions", { body, signal: stopper.signal });
@@ -78,7 +127,7 @@ export class Conversation {
   #messages(system) {
     const messages = system.trim() ? [{ role: "system", content: system }] : [];
     for (const turn of this.turns) {
-      if (turn.role === "user") messages.push({ role: "user", content: turn.text });
+      if (turn.role === "user") messages.push({ role: "user", content: withFiles(turn) });
       else if (turn.text || turn.calls.length) {
         const message = { role: "assistant", content: turn.text };
         if (turn.calls.length) {
@@ -94,6 +143,15 @@ export class Conversation {
     }
     return messages;
   }
+}
+
+/** A message with its attached files, each in a fence that the file does not hold. */
+function withFiles({ text, files }) {
+  const parts = (files ?? []).map(({ name, content }) => {
+    const fence = "`".repeat(Math.max(2, ...(content.match(/`+/g) ?? []).map((run) => run.length)) + 1);
+    return `${name}:\n${fence}\n${content}\n${fence}`;
+  });
+  return [...parts, text].filter(Boolean).join("\n\n");
 }
 
 /** Add one chunk of the stream to the turn. */

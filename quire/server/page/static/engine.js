@@ -62,13 +62,13 @@ class EngineView {
       h(
         "dl.figures",
         {},
-        running.as("Running"),
-        waiting.as("Waiting"),
-        rate.as("Output tok/s"),
-        hits.as("Cache hit rate"),
-        drafts.as("Drafts accepted"),
-        preemptions.as("Preemptions"),
-        failures.as("Failures"),
+        running.as("Running", "Requests that the engine computes at this moment"),
+        waiting.as("Waiting", "Requests in the queue"),
+        rate.as("Output tok/s", "Tokens of answers per second, all requests together"),
+        hits.as("Cache hit rate", "Share of prompt tokens that were computed for an earlier request"),
+        drafts.as("Drafts accepted", "Share of the guessed tokens that were right, so that a step gave several tokens"),
+        preemptions.as("Preemptions", "Requests set aside for a while because memory or rows were short"),
+        failures.as("Failures", "Requests that failed through no fault of the client"),
       ),
       this.steps.element,
       h(
@@ -124,10 +124,8 @@ class EngineView {
     hits.tell(percent(now.hit_tokens, now.lookup_tokens), recent);
     drafts.tell(...acceptance(now.speculation));
     preemptions.tell(count(now.preemptions), `${count(now.steps)} steps`);
-    failures.tell(
-      count(now.failures),
-      now.hangups === 1 ? "1 client left early" : `${count(now.hangups)} clients left early`,
-    );
+    const left = now.hangups === 1 ? "1 client left early" : `${count(now.hangups)} clients left early`;
+    failures.tell(count(now.failures), now.refused ? `${count(now.refused)} requests refused, ${left}` : left);
   }
 }
 
@@ -136,7 +134,7 @@ function figure() {
   const value = h("dd", {}, "–");
   const remark = h("dd.remark");
   return {
-    as: (name) => h("div.figure", {}, h("dt", {}, name), value, remark),
+    as: (name, help) => h("div.figure", { title: help }, h("dt", {}, name), value, remark),
     tell(number, words) {
       value.textContent = number;
       remark.textContent = words;
@@ -223,7 +221,7 @@ function plots() {
       format: (value) => (value === null ? "–" : `${short(value * 100)}%`),
       series: [
         { name: "requests", look: "one", read: (point) => point.used },
-        { name: "cached", look: "two", read: (point) => point.cached },
+        { name: "cached", look: "quiet-look", read: (point) => point.cached },
       ],
     }),
   ];
@@ -262,7 +260,12 @@ function cacheBar(group) {
   return h(
     "div.cache-group",
     {},
-    h("div.cache-head", {}, h("h3", {}, group.name), h("span.muted", {}, `${count(group.units)} pages or slots`)),
+    h(
+      "div.cache-head",
+      {},
+      h("h3", { title: groupHelp(group.name) }, groupName(group.name)),
+      h("span.muted", {}, `${count(group.units)} pages or slots`),
+    ),
     bar,
     h(
       "div.legend",
@@ -281,6 +284,19 @@ function cacheBar(group) {
       ),
     ),
   );
+}
+
+/** A cache group's name for people. "full" alone would read as an alarm. */
+function groupName(name) {
+  if (name.startsWith("full")) return `Attention over the whole text${name === "full" ? "" : ` (${name})`}`;
+  if (name.startsWith("window") || name.startsWith("sliding")) return `Attention over a window (${name})`;
+  if (/state|mamba|delta|recurrent|conv/.test(name)) return `Recurrent state (${name})`;
+  if (/latent|mla/.test(name)) return `Compressed attention (${name})`;
+  return name;
+}
+
+function groupHelp(name) {
+  return `The group of layers called ${name} in metrics. Cached pages are free for new requests when these need them.`;
 }
 
 /** The table of the tiers below the device, whose rows are kept up to date. */

@@ -2,6 +2,7 @@
 // Blocks unchanged since the last call are kept: while an answer streams, only its last block is rebuilt.
 
 import { copyText, h } from "./dom.js";
+import { highlight } from "./highlight.js";
 
 const MAX_INLINE = 8000; // characters of one block; a longer one is shown as plain text
 const MAX_DEPTH = 8;
@@ -159,7 +160,7 @@ function nested(lines, depth) {
 
 function codeBlock({ lines, language, mark }) {
   const closed = lines.length > 1 && lines.at(-1).trim().startsWith(mark);
-  const code = h("code", {}, lines.slice(1, closed ? -1 : undefined).join("\n"));
+  const code = h("code", {}, highlight(lines.slice(1, closed ? -1 : undefined).join("\n"), language || ""));
   const button = h("button.quiet.small", { type: "button", onclick: () => copyText(code.textContent, button) }, "Copy");
   return h(
     "div.code",

@@ -1,5 +1,6 @@
 // The sampling panel. Empty fields are not sent, so the model's defaults apply.
 
+import { call } from "./api.js";
 import { h } from "./dom.js";
 
 const STORED = "quire.settings";
@@ -9,6 +10,13 @@ const NUMBERS = [
   { name: "max_tokens", label: "Max tokens", min: 1, step: 1, help: "The longest answer." },
   { name: "seed", label: "Seed", step: 1, help: "The same seed gives the same answer." },
 ];
+
+const PRESETS = {
+  "Model's own": { temperature: "", top_p: "" },
+  Precise: { temperature: "0", top_p: "" },
+  Balanced: { temperature: "0.7", top_p: "0.9" },
+  Inventive: { temperature: "1.1", top_p: "0.95" },
+};
 
 export class Settings {
   constructor(root, { onClose }) {
@@ -21,6 +29,8 @@ export class Settings {
         h("h2", {}, "Settings"),
         h("button.quiet.close", { type: "button", "aria-label": "Close settings", onclick: onClose }, "Close"),
       ),
+      this.#model(),
+      this.#presets(root),
       this.#text("system", "System prompt", 5, "How the model should behave."),
       h(
         "div.numbers",
@@ -47,9 +57,45 @@ export class Settings {
   fields() {
     const fields = {};
     for (const { name } of NUMBERS) if (this.values[name] !== undefined) fields[name] = Number(this.values[name]);
+    if (this.values.model) fields.model = this.values.model;
     const tools = this.#tools();
     if (tools.length) fields.tools = tools;
     return fields;
+  }
+
+  /** The models and adapters of the server, shown if there are several. */
+  #model() {
+    const field = h("select", { id: "set-model" });
+    const whole = h("div.field", { hidden: true }, h("label", { for: field.id }, "Model"), field);
+    field.addEventListener("change", () => this.#change("model", field.value));
+    call("/v1/models")
+      .then((reply) => reply.json())
+      .then(({ data }) => {
+        const names = data.map(({ id }) => id);
+        if (!names.includes(this.values.model)) delete this.values.model;
+        field.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
+        field.value = this.values.model ?? names[0];
+        whole.hidden = names.length < 2;
+      })
+      .catch(() => {}); // without the list the server's own model answers
+    return whole;
+  }
+
+  #presets(root) {
+    const field = h(
+      "select",
+      { id: "set-preset" },
+      ["Choose…", ...Object.keys(PRESETS)].map((name) => h("option", {}, name)),
+    );
+    field.addEventListener("change", () => {
+      for (const [name, value] of Object.entries(PRESETS[field.value] ?? {})) {
+        const own = root.querySelector(`#set-${name}`);
+        own.value = value;
+        this.#change(name, value);
+      }
+      field.selectedIndex = 0;
+    });
+    return h("div.field", {}, h("label", { for: field.id }, "Preset"), field);
   }
 
   get system() {
@@ -117,6 +163,7 @@ export class Settings {
     this.values = {};
     sessionStorage.removeItem(STORED);
     for (const field of root.querySelectorAll("input, textarea")) field.value = "";
+    for (const field of root.querySelectorAll("select")) field.selectedIndex = 0;
     this.#checkTools();
   }
 }

@@ -9,13 +9,41 @@ const REASONS = { length: "cut at the token limit", tool_calls: "asks for a tool
 export function userTurn(turn, actions) {
   const copy = h("button.quiet.small", { type: "button", onclick: () => copyText(turn.text, copy) }, "Copy");
   const edit = h("button.quiet.small", { type: "button", onclick: () => actions.edit(turn) }, "Edit");
+  const files = (turn.files ?? []).map(({ name }) => h("span.chip", {}, name));
   const element = h(
     "article.turn.user",
     { "aria-label": "You" },
-    h("div.said", {}, turn.text),
-    h("footer", {}, copy, edit),
+    h("div.said", {}, files, turn.text),
+    h("footer", {}, versionButtons(turn, actions), copy, edit),
   );
   return { element, update() {} };
+}
+
+/** Buttons that switch between the versions of a turn, if there are several. */
+function versionButtons(turn, actions) {
+  const { at, count: total } = actions.versions(turn);
+  if (total < 2) return null;
+  const button = (sign, label, step) =>
+    h(
+      "button.quiet.small",
+      { type: "button", "aria-label": label, onclick: () => actions.switch(turn, step) },
+      sign,
+    );
+  return h(
+    "span.versions",
+    {},
+    button("‹", "Version before", -1),
+    `${at + 1} of ${total}`,
+    button("›", "Next version", 1),
+  );
+}
+
+/** The element at the end of a text, where the caret belongs. */
+function lastBlock(element) {
+  const inner = element.lastElementChild;
+  const goesOn = inner && /^(P|UL|OL|LI|DIV|PRE|CODE|BLOCKQUOTE|H[1-6])$/.test(inner.tagName);
+  const isInline = inner?.tagName === "CODE" && element.tagName !== "PRE";
+  return goesOn && !isInline && !inner.classList.contains("caret") ? lastBlock(inner) : element;
 }
 
 export class AnswerTurn {
@@ -36,16 +64,22 @@ export class AnswerTurn {
     );
     const retry = h("button.quiet.small", { type: "button", onclick: () => actions.retry(turn) }, "Retry");
     this.copy = copy;
-    this.buttons = h("span.turn-buttons", {}, copy, retry);
+    this.resume = h(
+      "button.quiet.small",
+      { type: "button", hidden: true, onclick: () => actions.resume(turn) },
+      "Continue",
+    );
+    this.buttons = h("span.turn-buttons", {}, versionButtons(turn, actions), copy, this.resume, retry);
+    this.dropped = h("p.dropped", { role: "status", hidden: true });
     this.caret = h("span.caret", { "aria-hidden": "true" });
     this.element = h(
       "article.turn.assistant",
       { "aria-label": "Answer" },
+      this.dropped,
       this.fold,
       this.body,
       this.calls,
       this.problem,
-      this.caret,
       h("footer", {}, this.figures, this.buttons),
     );
     this.update();
@@ -56,7 +90,14 @@ export class AnswerTurn {
     const live = turn.state === "waiting" || turn.state === "streaming";
     this.element.setAttribute("aria-busy", String(live));
     this.element.dataset.state = turn.state;
+    this.caret.remove();
     renderInto(this.body, turn.text, live);
+    if (live) lastBlock(this.body).append(this.caret);
+    const left = turn.usage?.dropped_messages;
+    this.dropped.hidden = !left;
+    this.dropped.textContent = `The context is full: the oldest ${left === 1 ? "message was" : `${left} messages were`} left out.`;
+    const wasCut = turn.reason === "length" || turn.state === "stopped";
+    this.resume.hidden = !(wasCut && turn.text.trim() && this.actions.isLast(turn));
     this.#showReasoning(live);
     this.#showCalls(live);
     this.problem.hidden = turn.state !== "failed";

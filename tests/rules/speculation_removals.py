@@ -74,7 +74,7 @@ SPECULATION_REMOVALS: tuple[Removal, ...] = (
          "return computed"),
     drop("samples", "what follows the first difference is dropped", EVERY_PARAMETER,
          VERIFY, "    return tokens[first : first + count + 1]", "    return tokens[first : first + len(drafts) + 1]"),
-    drop("samples", "a draft before an impossible sample is rejected",
+    drop("samples", "in speculation a draft before an impossible sample is rejected",
          f"{CPU}sampling_verify.py::test_a_draft_before_a_bad_sample_is_rejected",
          VERIFY, "((sampled == drafts) & ~after)", "(sampled == drafts)"),
 )  # fmt: skip

@@ -30,6 +30,7 @@ class Build:
     ops: Ops
     schemes: Schemes  # how each linear weight is stored and applied
     communicator: Communicator = ALONE  # the ranks that share each layer
+    whole_experts: bool = False  # each of these ranks has whole experts (expert parallel), not a share of each
     packing: str = ""  # how keys and values are packed, see `CacheSpec`; "": they are of `cache_dtype`
     whole_layers: frozenset[int] = frozenset()  # layers whose keys and values are not packed
 
@@ -46,9 +47,9 @@ class Build:
         """Returns the build of layers that all have this scheme."""
         return replace(self, schemes=Schemes(scheme))
 
-    def with_communicator(self, communicator: Communicator) -> Build:
+    def with_communicator(self, communicator: Communicator, whole_experts: bool = False) -> Build:
         """Returns the build of one rank of this group."""
-        return replace(self, communicator=communicator)
+        return replace(self, communicator=communicator, whole_experts=whole_experts)
 
     # -- this rank's share of a layer -------------------------------------------------------------------------------
 
@@ -73,6 +74,10 @@ class Build:
     def split_inputs(self, span: Span, *, reduces: bool = True) -> InSplit | None:
         """Returns the split of a linear layer whose inputs are this rank's `span`; None: one rank. See `InSplit`."""
         return None if self.communicator.size == 1 else InSplit(span, reduces)
+
+    @property
+    def exchanges_experts(self) -> bool:
+        return self.whole_experts and self.communicator.size > 1
 
     def cut_rows(self, weight: Weight, matrices: Sequence[tuple[int, Span]]) -> Weight:
         """Returns this rank's rows of a weight that merges matrices, each (rows, this rank's rows)."""

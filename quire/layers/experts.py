@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
 from quire.kernels.table import Ops
 from quire.layers.build import Build
+from quire.layers.split import cannot_split, share_out
 from quire.layers.weights import Form, Part, Share, Weight, put_weight
 from quire.types import QuireError
 
@@ -208,19 +209,34 @@ class Experts(nn.Module):
             gate_up.store_scaled(scheme.expert_dtype)
             down.store_scaled(scheme.expert_dtype)
         self.scheme = scheme
+        self.gate_up_scale = self.down_scale = None
+        self.num_shared = num_shared
+        self.activation = activation
+        if build.exchanges_experts:
+            assert num_shared == 0, "a merged shared expert has no rank of its own"
+            start, stop = share_out(num_entries, build.communicator.size)[build.communicator.rank]
+            if num_entries < build.communicator.size:
+                raise cannot_split(f"{num_entries} experts", build.communicator.size)
+
+            def take(weight: Weight) -> Weight:
+                rows = weight.shape[0] // num_entries
+                return weight.cut(Share(((start * rows, stop * rows),)))
+
+            self.gate_up, self.down = take(gate_up), take(down)
+            self.gate_up_bias = None if gate_up_bias is None else take(gate_up_bias)
+            self.down_bias = None if down_bias is None else take(down_bias)
+            self.num_entries = stop - start
+            return
         inner = down.shape[1]
         span = build.span(inner)
         rows = [(inner, span)] * (2 * num_entries)
         self.gate_up = build.cut_rows(gate_up, rows)
         self.down = down if build.communicator.size == 1 else down.cut(Share(columns=span))
-        self.gate_up_scale = self.down_scale = None
         self.gate_up_bias = None if gate_up_bias is None else build.cut_rows(gate_up_bias, rows)
         self.down_bias = down_bias
         if down_bias is not None and build.communicator.rank > 0:  # the sum over ranks has it once
             down_bias.parts = tuple(replace(part, form=ZeroForm(part.form)) for part in down_bias.parts)
         self.num_entries = num_entries
-        self.num_shared = num_shared
-        self.activation = activation
 
     @classmethod
     def from_names(cls, names: ExpertNames, shape: MoEShape, build: Build, num_shared: int = 0) -> Experts:

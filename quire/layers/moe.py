@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quire.kernels.activations import Curve
 from quire.layers.build import Build
+from quire.layers.expert_exchange import ExpertExchange, ExpertPlaces
 from quire.layers.experts import ExpertNames, Experts, MoEShape, num_merged_experts
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, fuse_norm
@@ -75,7 +76,8 @@ class MoE(nn.Module):
         super().__init__()
         self.norm = norm
         self.ops = build.ops
-        self.experts = experts or Experts.from_names(names, shape, build, num_merged_experts(shape, build.ops))
+        num_merged = 0 if build.exchanges_experts else num_merged_experts(shape, build.ops)
+        self.experts = experts or Experts.from_names(names, shape, build, num_merged)
         merged = self.experts.num_shared
         self.routing = replace(shape.routing, num_shared=merged, shared_gated=merged > 0 and shape.shared_gated)
         num, router = shape.routing.num_experts, f"{names.prefix}.{names.router}"
@@ -94,6 +96,9 @@ class MoE(nn.Module):
             self.shared = SharedExpert(names, shape, build)
         self.join = join or ResidualJoin()
         self.communicator = build.communicator
+        self.exchange: ExpertExchange | None = None
+        if build.exchanges_experts:
+            self.exchange = ExpertExchange(build.communicator, ExpertPlaces.in_order(num, build.communicator.size))
 
     @property
     def experts_add(self) -> bool:
@@ -108,11 +113,21 @@ class MoE(nn.Module):
             x, weight, eps, self.router, self.router_bias, self.choice_bias, self.routing
         )
         onto = stream if onto is None else onto
+        if self.exchange is not None:
+            total = self.exchange.run(x, chosen, weights, self._run_here)
+            if self.shared is not None:  # every rank has a share of it
+                total = total + self.communicator.all_reduce(self.shared(x, torch.zeros_like(x)))
+            return self.join.add(total, onto)
         if self.communicator.size > 1:
             return self.join.add(self.communicator.all_reduce(self._shares(x, chosen, weights, None)), onto)
         if self.join.is_plain:
             return self._shares(x, chosen, weights, onto)
         return self.join.add(self._shares(x, chosen, weights, None), onto)
+
+    def _run_here(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Returns the outputs of this rank's experts. x [rows, width], experts [rows]: index on this rank"""
+        ones = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
+        return self.ops.run_experts(x.contiguous(), self.experts.weights(), experts.unsqueeze(1), ones, None)
 
     def _shares(self, x: Tensor, chosen: Tensor, weights: Tensor, onto: Tensor | None) -> Tensor:
         """Returns the sum of all experts' outputs, plus `onto` if given. x: the normed stream, [tokens, width]"""

@@ -38,6 +38,8 @@ Block = GatedMLP | PlainMLP | MoE
 
 def fits_stack(block: nn.Module) -> bool:
     """Whether a stack can run a layer with this feed-forward block, or with this mixture (with experts in blocks)."""
+    if isinstance(block, MoE) and block.exchange is not None:
+        return False  # rows travel between ranks in the middle of it
     if type(block) is not MoE:
         return isinstance(block, GatedMLP | PlainMLP)
     from quire.kernels.native.mixture import MixturePlan

@@ -3,7 +3,8 @@
 Ranks are numbered stage by stage; within a stage those with neighbouring numbers share its layers. Axes:
 
 - `pp`: pipeline stages, each with some of the layers;
-- `tp`: ranks that share every layer of a stage.
+- `tp`: ranks that share every layer of a stage;
+- `ep`: ranks of a stage that have whole experts. They are the ranks of `tp`, which share the other parts.
 """
 
 from __future__ import annotations
@@ -21,8 +22,17 @@ class Mesh:
 
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, tp: int, pp: int, ep: int) -> Mesh:
+        """Returns the mesh of these flags: `ep` alone has as many ranks in a stage as it says."""
+        return cls(ep if tp == 1 else tp, pp, ep)
 
     def __post_init__(self) -> None:
+        if self.ep not in (1, self.tp):
+            what = f"ep={self.ep} does not fit tp={self.tp}: whole experts are on all ranks of a stage, or on none."
+            raise QuireError("invalid_parameter", what, "Use the same number for both, or one of them.", param="ep")
         if self.size > MAX_RANKS:
             what = f"tp={self.tp} times pp={self.pp} are {self.size} ranks, more than {MAX_RANKS}."
             raise QuireError("invalid_parameter", what, "Use fewer ranks.", param="tp")

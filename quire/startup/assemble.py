@@ -139,7 +139,7 @@ class RunningModel:
 
 def _run_ranks(config: Config, device: torch.device) -> RunningModel | None:
     """Returns the engine of a group of ranks; None: the model runs in this process."""
-    if config.parallel.tp == config.parallel.pp == 1:
+    if config.parallel.tp == config.parallel.pp == config.parallel.ep == 1:
         return None
     refuse_stores(config, "A group of ranks")
     ranks = start_ranks(config)
@@ -310,7 +310,7 @@ def engine_of(
 
 
 def _why_no_adapters(config: Config) -> str:
-    if config.parallel.tp > 1 or config.parallel.pp > 1:
+    if max(config.parallel.tp, config.parallel.pp, config.parallel.ep) > 1:
         return "Adapters need a model that one rank computes alone."
     if config.engine.deterministic:
         return "Adapters have no deterministic products yet."

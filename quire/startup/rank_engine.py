@@ -29,7 +29,7 @@ class RunningRanks:
 def start_ranks(config: Config) -> RunningRanks:
     """Returns the group of the config's ranks."""
     check_ranks(config)
-    mesh = Mesh(config.parallel.tp, config.parallel.pp)
+    mesh = Mesh.of(config.parallel.tp, config.parallel.pp, config.parallel.ep)
     threads = config.engine.threads or max(1, read_machine().num_usable_cores // mesh.size)
     settings = {**engine_settings(config), "threads": threads}
     ranks = LocalRanks(settings, mesh, config.parallel.rank_timeout, config.parallel.spare_rank)

@@ -86,6 +86,7 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
             deterministic=config.engine.deterministic,
             kernels=config.engine.kernels,
             communicator=communicator,
+            whole_experts=config.parallel.ep > 1,
             stage=Stage(start.stage, start.stages),
         )
 

@@ -34,14 +34,15 @@ SECONDS = 60.0  # deadline of an operation, on a machine that may be busy
 class ThreadRanks:
     """The ranks of one checkpoint, with their models."""
 
-    def __init__(self, folder: Path, tp: int = 1, pp: int = 1, page_tokens: int = PAGE_TOKENS, **how: Any):
+    def __init__(self, folder: Path, tp: int = 1, pp: int = 1, ep: int = 1, page_tokens: int = PAGE_TOKENS, **how: Any):
         self.tp, self.pp = tp, pp
         self.communicators: list[ThreadCommunicator] = []  # by rank: stage by stage
         self.models: list[Model] = []
         for stage in range(pp):
             for communicator in make_group(tp, SECONDS):
                 self.communicators.append(communicator)
-                model = load(folder, page_tokens, communicator=communicator, stage=Stage(stage, pp), **how)
+                model = load(
+                    folder, page_tokens, communicator=communicator, stage=Stage(stage, pp), whole_experts=ep > 1, **how)
                 self.models.append(model)
         self._open: list[Engine] = []
 
@@ -116,11 +117,11 @@ def run_rank(
 class GroupCase(Case):
     """A family on several ranks. What it must sample is what one rank samples."""
 
-    def __init__(self, one: Case, tp: int = 1, pp: int = 1):
+    def __init__(self, one: Case, tp: int = 1, pp: int = 1, ep: int = 1):
         self.one = one
         self.family, self.folder, self.device = one.family, one.folder, one.device
         self.page_tokens, self.prompts, self.model = one.page_tokens, one.prompts, one.model
-        self.ranks = ThreadRanks(one.folder, tp, pp)
+        self.ranks = ThreadRanks(one.folder, tp, pp, ep)
 
     @cached_property
     def first_run(self) -> tuple[Engine, Witness, list[list[int]]]:

@@ -22,3 +22,9 @@ def test_every_rank_has_one_place(tp: int, pp: int) -> None:
 def test_too_many_ranks_are_refused() -> None:
     with pytest.raises(QuireError, match="tp=16 times pp=8 are 128 ranks, more than 64"):
         Mesh(16, 8)
+
+
+def test_experts_are_on_the_ranks_of_a_stage() -> None:
+    assert Mesh.of(1, 1, 2) == Mesh(2, 1, 2) and Mesh.of(2, 2, 2).size == 4 and Mesh.of(3, 1, 1) == Mesh(3, 1, 1)
+    with pytest.raises(QuireError, match="ep=4 does not fit tp=2"):
+        Mesh.of(2, 1, 4)

@@ -101,3 +101,13 @@ def test_more_stages_than_layers_are_refused(folder: Path) -> None:
     with pytest.raises(QuireError, match=r"layers can't be divided among 40 pipeline stages\.") as error:
         LLM(str(folder), **KNOBS, pp=40)
     assert "\n" not in str(error.value)
+
+
+def test_whole_experts_on_two_ranks(tmp_path: Path) -> None:
+    folder = make_tiny_llm(tmp_path, "qwen3_moe", max_position_embeddings=256)
+    assert answers(folder, ep=2) == answers(folder)
+
+
+def test_whole_experts_need_experts(folder: Path) -> None:
+    with pytest.raises(QuireError, match=r"A llama model has no experts\."):
+        LLM(str(folder), **KNOBS, ep=2)

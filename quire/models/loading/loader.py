@@ -23,6 +23,8 @@ from quire.kernels.cache_forms import CACHE_FORMS, parse_layers
 from quire.kernels.table import REFERENCE, Ops, select_ops
 from quire.kernels.validation.trial_results import Findings
 from quire.layers.build import Build
+from quire.layers.experts import Experts
+from quire.layers.moe import MoE
 from quire.layers.quant import Dense, Fp8, Fp16Packed, Scheme
 from quire.layers.quant.schemes import Schemes
 from quire.layers.split import cannot_split
@@ -84,6 +86,7 @@ def load_model(
     findings: Findings | None = None,
     progress: Progress | None = None,
     communicator: Communicator = ALONE,
+    whole_experts: bool = False,
     stage: Stage = WHOLE,
 ) -> LoadedModel:
     """Reads the config, builds the model on meta, checks that it fits in memory and fills its weights.
@@ -109,6 +112,7 @@ def load_model(
         deterministic=deterministic,
         findings=findings,
         communicator=communicator,
+        whole_experts=whole_experts,
     )
     in_blocks = keeps_blocks(model, dtype, hf_config)
     dtype = resolve_dtype(dtype, device, hf_config)
@@ -174,6 +178,7 @@ def build_tried_model(
     kv_skip: str | None = None,
     findings: Findings | None = None,
     communicator: Communicator = ALONE,
+    whole_experts: bool = False,
 ) -> tuple[Any, Any]:
     """Returns the model on meta, built with the ops that passed their trials, and its config.
 
@@ -199,6 +204,7 @@ def build_tried_model(
         kv_dtype=kv_dtype,
         kv_skip=kv_skip,
         communicator=communicator,
+        whole_experts=whole_experts,
     )
     model, config = build(ops=ops)
     trials = Trials(
@@ -260,6 +266,7 @@ def build_model(
     ops: Ops | None = None,
     at: torch.device | None = None,
     communicator: Communicator = ALONE,
+    whole_experts: bool = False,
 ) -> tuple[Any, Any]:
     """Returns the model on meta, without memory for weights, and its config. `ops`: the device's own by default; `at`:
     the device of the model's own tables, `device` by default.
@@ -283,11 +290,24 @@ def build_model(
         kv_skip=kv_skip,
         ops=ops,
         at=at,
-    ).with_communicator(communicator)
+    ).with_communicator(communicator, whole_experts)
     with _one_line_errors(model_type):
         model = family(config, build=build)
+    if whole_experts:
+        _check_exchanged(model, model_type)
     check_quantized(model, quant)
     return model, config
+
+
+def _check_exchanged(model: Any, model_type: str) -> None:
+    """Raises an error for a model without experts, or with experts that can't be shared out whole."""
+    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+    if not mixtures:
+        raise QuireError("unsupported_split", f"A {model_type} model has no experts.", "Use --tp.", param="ep")
+    exchanged = {id(module.experts) for module in model.modules() if isinstance(module, MoE)}
+    if any(id(experts) not in exchanged for experts in mixtures):
+        what = f"The experts of {model_type} models can't be shared out whole."
+        raise QuireError("unsupported_split", what, "Use --tp.", param="ep")
 
 
 def make_build(

@@ -82,7 +82,7 @@ def test_a_send_that_waits_too_long_gives_the_reader_up() -> None:
     pytest.importorskip("starlette")
     import asyncio
 
-    from quire.server.http.replies import TooSlow, _ClientSink
+    from quire.server.http.replies import ClientSink, TooSlow
 
     async def play() -> None:
         sent: list[object] = []
@@ -92,7 +92,7 @@ def test_a_send_that_waits_too_long_gives_the_reader_up() -> None:
             if len(sent) > 1:
                 await asyncio.Event().wait()
 
-        reader = _ClientSink(send, 0.01)  # type: ignore[arg-type]
+        reader = ClientSink(send, 0.01)  # type: ignore[arg-type]
         await reader.send_frame(b"first")
         for _ in range(2):
             with pytest.raises(TooSlow):

@@ -40,8 +40,12 @@ class StepSize:
 
     @classmethod
     def of(cls, plan: Plan) -> StepSize:
+        rows = plan.rows
+        starts = [row.start for row in rows if row.count == 1 and row.wants_sample]
+        if len(starts) == len(rows):  # the usual step: decodes alone, with at most hundreds of rows
+            return cls(len(rows), len(rows), sum(starts), 0, 0, 0, 0)
         decodes = tokens = keys = drafts = replayed = prompt_tokens = pairs = 0
-        for row in plan.rows:
+        for row in rows:
             if row.wants_sample and row.count == 1 + row.num_drafts + row.num_replayed:
                 decodes += 1
                 tokens += row.count
@@ -62,7 +66,7 @@ class StepCosts:
         self._pace = 1.0  # current seconds over the bands' times: what slows a machine slows steps of every size
         self._num_slow = 0  # very slow steps in a row
         self._prompts: CostModel | None = None
-        self._last_decodes: tuple[int, float] | None = None  # rows and expected seconds of the last step of decodes
+        self._last_decodes: tuple[StepSize, float] | None = None  # the last step of decodes, and its seconds
         self.largest_prompt = 0  # most prompt tokens in one timed step
 
     def observe(self, plan: Plan, seconds: float) -> None:
@@ -74,7 +78,7 @@ class StepCosts:
             self._observe_prompts(size, seconds)
         elif size.decodes:
             self.observe_decodes(size.num_tokens, size.num_keys, seconds)
-            self._last_decodes = (size.decodes, self.seconds(size.num_tokens, size.num_keys) or seconds)
+            self._last_decodes = (size, seconds)
 
     # -- decodes and drafts ---------------------------------------------------------------------------------------
 
@@ -116,10 +120,9 @@ class StepCosts:
         seconds; 0 before any step was timed."""
         costs = self._prompts
         if costs is None:
-            if self._last_decodes is None:
+            costs = self._first_guess()
+            if costs is None:
                 return 0
-            rows, base = self._last_decodes
-            costs = CostModel(base, base / rows)
         return costs.tokens_within(seconds, context)
 
     def prompt_seconds(self, num_tokens: int, context: int) -> float | None:
@@ -133,13 +136,17 @@ class StepCosts:
             seconds += self._prompts.seconds(count, count * (context + first) + count * count // 2)
         return seconds
 
+    def _first_guess(self) -> CostModel | None:
+        """Return a model by which a prompt token costs what a row of decodes costs; None before any step of decodes."""
+        if self._last_decodes is None:
+            return None
+        size, seconds = self._last_decodes
+        base = self.seconds(size.num_tokens, size.num_keys) or seconds
+        return CostModel(base, base / size.decodes)
+
     def _observe_prompts(self, size: StepSize, seconds: float) -> None:
         if self._prompts is None:  # too dear at first: a prompt token costs at most as much as a decode
-            if self._last_decodes is None:
-                self._prompts = CostModel(0.0, seconds / size.prompt_tokens)
-            else:
-                rows, base = self._last_decodes
-                self._prompts = CostModel(base, base / rows)
+            self._prompts = self._first_guess() or CostModel(0.0, seconds / size.prompt_tokens)
         if self._prompts.learn(size.prompt_tokens, size.prompt_pairs, seconds):
             self.largest_prompt = max(self.largest_prompt, size.prompt_tokens)
 

@@ -77,6 +77,11 @@ def _show(report: Report) -> None:
         for one in report["works"]:
             _show(one)
         return
+    if report["benchmark"] == "online-sweep":
+        from quire.bench.online.sweep import show_sweep
+
+        show_sweep(report)
+        return
     if report["benchmark"] in ("online", "compare"):
         from quire.bench.online.tables import show_comparison, show_online
 

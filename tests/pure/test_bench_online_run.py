@@ -368,3 +368,17 @@ def test_all_at_once_has_no_rate_to_report() -> None:
         endpoint = parse_url(server.url)
         report = bench_online(endpoint, [Arrival(0.0, 3, 2)] * 5, OPTIONS, work=WORK, limits=LIMITS, warmup=False)
     assert report["answered"] == 5 and report["rates"]["offered_rps"] is None
+
+
+def test_a_sweep_of_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "sweep.html"
+    with fake_server() as server:
+        assert main(run_command(server.url, "--rate", "100,200", "--html", str(page), "--json")) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert main(run_command(server.url, "--rate", "100,200")) == 0
+        assert "at 2 rates" in capsys.readouterr().out
+        assert main(run_command(server.url, "--rate", "100,0")) == 1
+    assert [run["work"]["rate"] for run in report["runs"]] == [100, 200] and report["pass"]
+    assert all(run["benchmark"] == "online" and run["answered"] == 6 for run in report["runs"])
+    text = page.read_text()
+    assert text.count("<svg") == 3 and "100 requests/s: p50" in text and "200 requests/s: p99" in text

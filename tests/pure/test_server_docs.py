@@ -23,7 +23,7 @@ FLAG = re.compile(r"--[a-z][a-z-]+")
 
 def test_every_flag_exists() -> None:
     known = {item.flag for item in knobs().values()} | {"--help"}
-    bench = {"--url", "--rate", "--requests"}
+    bench = {"--url", "--rate", "--requests", "--html"}
     assert set(FLAG.findall(TEXT)) <= known | bench, set(FLAG.findall(TEXT)) - known - bench
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quire.bench.stats import Report
 
 MAX_COUNT = 1_000_000
+MAX_RATES = 32
 
 
 def add_online(benchmarks: Any) -> None:
@@ -35,7 +36,12 @@ def add_online(benchmarks: Any) -> None:
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first that the server lists)")
     parser.add_argument("--api-key", metavar="K", help="the server's key (default: QUIRE_API_KEY)")
     when = parser.add_mutually_exclusive_group(required=True)
-    when.add_argument("--rate", type=_positive, metavar="R", help="requests per second on average (Poisson)")
+    when.add_argument(
+        "--rate",
+        type=_rates,
+        metavar="R",
+        help="requests per second on average (Poisson); 1,2,4: one run after the other",
+    )
     when.add_argument(
         "--trace", type=Path, metavar="FILE", help="arrivals and lengths of an Azure CSV or Mooncake JSONL"
     )
@@ -134,6 +140,13 @@ def _positive(text: str) -> float:
     return value
 
 
+def _rates(text: str) -> list[float]:
+    rates = [_positive(one) for one in text.split(",")]
+    if len(rates) > MAX_RATES:
+        raise ArgumentTypeError(f"{len(rates)} rates are more than {MAX_RATES}")
+    return rates
+
+
 def _not_negative(text: str) -> float:
     value = _number(text)
     if not 0 <= value < math.inf:
@@ -164,7 +177,22 @@ def _lengths(text: str) -> Lengths:
         raise ArgumentTypeError(str(error)) from None
 
 
-def run_online(args: Namespace, _open_llm: object) -> Report:
+def run_online(args: Namespace, open_llm: object) -> Report:
+    rates = args.rate or [None]
+    if len(rates) == 1:
+        args.rate = rates[0]
+        return _run_online(args)
+    from quire.bench.online.sweep import render_sweep, sweep_report
+
+    check_page(args.html)
+    runs = [_run_online(Namespace(**{**vars(args), "rate": rate, "html": None})) for rate in rates]
+    report = sweep_report(runs)
+    write_page(args.html, render_sweep, report)
+    return report
+
+
+def _run_online(args: Namespace) -> Report:
+    """One run, at one rate or of a trace."""
     from quire.bench.online.report import render_run
     from quire.bench.online.requests import RequestOptions, read_prompts
     from quire.bench.online.run import ClientLimits, Targets, bench_online, first_model

@@ -478,8 +478,14 @@ class CacheIndex:
         return BlockId(key, group, tuple(link_keys(parent, lease.pages(request.tokens, index, index + 1)[0])))
 
     def _keep(self, request: Request, group: int, units: list[tuple[int, int]]) -> None:
-        """Let the stores keep blocks that have entered the tree: page indices and units."""
+        """Let the stores keep blocks that have entered the tree: page indices and units.
+
+        A request that goes on after the weights were replaced has prefixes named by the old ones. A restart with these
+        must not find what the new ones computed.
+        """
         assert self.tiers is not None
+        if lease_of(request).root != self.empty_lease(request).root:
+            return
         for index, unit in units:
             block = self.block(request, group, index)
             if unit != ABSENT and self._holds(block, unit):

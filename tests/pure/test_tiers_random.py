@@ -291,3 +291,24 @@ def test_people_see_what_each_tier_holds_and_why_one_fails() -> None:
     (fault,) = again.cache.take_faults()
     assert "disk tier" in fault.what and again.cache.take_faults() == []
     tier.close()
+
+
+def test_what_other_weights_compute_is_not_stored_under_the_old_ones() -> None:
+    rng = random.Random(SEED)
+    store = BadStore(rng, 0.0)
+    rig = make_rig("full", 1, rng)
+    tier = attach(rig, store)
+    name = rig.add([rng.randrange(VOCAB) for _ in range(40)], max_tokens=60)
+    while rig.cache.match(rig.scheduler.requests[name]).length < 32:
+        turn(rig)
+    rig.engine.poll_transfers()
+    rig.scheduler.use_weights(b"new", "keep")
+    known = len(store.files)
+    finish(rig)
+    rig.engine.save()
+    assert rig.reasons[name] == "length" and len(store.files) <= known + 2, "only what was computed before"
+    other = rig.add([rng.randrange(VOCAB) for _ in range(40)], max_tokens=1)
+    finish(rig)
+    rig.engine.save()
+    assert other in rig.reasons and len(store.files) > known, "requests of the new weights are stored"
+    tier.close()

@@ -273,6 +273,9 @@ class ServerConfig:
         None, "SQLite file of batches and their files (default: not kept after exit)", unit="path"
     )
     max_batch_bytes: int = knob(1 << 30, "maximum size of all files of batches", low=1024, unit="bytes")
+    otel_endpoint: str | None = knob(
+        None, "OpenTelemetry collector to send traces to by OTLP/HTTP, such as http://localhost:4318"
+    )
     metric_names: str = knob(
         "quire", "names in /metrics; vllm adds vLLM's, for tools that ask for those", choices=("quire", "vllm")
     )

@@ -47,6 +47,7 @@ from quire.server.store import ResponseStore
 from quire.server.streams.kept_streams import KeptStreams
 from quire.server.textwork.pool import TextWork, WorkerPool
 from quire.server.textwork.tasks import Setup
+from quire.server.tracing.exporter import SpanExporter
 from quire.text.loading import lazy_template, load_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types import QuireError
@@ -101,6 +102,8 @@ async def serve(
     try:
         server = make_server(config, fleet, tokenizer, log, setup, work)
         log.write("info", "formats", found="; ".join(server.chat.format_notes) or "the model has no chat template")
+        if config.server.otel_endpoint is not None:
+            server.spans = SpanExporter(config.server.otel_endpoint, version, log.write)
         app = create_app(server, version)
         phases.end("application")
         server.start_seconds = phases.seconds()
@@ -292,6 +295,8 @@ async def _run(server: Server, listener: socket.socket, app: ASGIApp, on_ready: 
     if server.batches is not None:
         await server.batches.stop()
     await server.store.close()
+    if server.spans is not None:
+        await asyncio.to_thread(server.spans.close)
     return 0
 
 

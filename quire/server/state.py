@@ -20,6 +20,7 @@ from quire.server.logs import Log
 from quire.server.metrics import Metrics
 from quire.server.store import ResponseStore
 from quire.server.streams.kept_streams import KeptStreams
+from quire.server.tracing.exporter import SpanExporter
 from quire.types import QuireError
 
 RANKS = {"ok": 0, "recovering": 1, "unhealthy": 2}  # states of health in ascending order of severity
@@ -54,6 +55,7 @@ class Server:
     streams: KeptStreams
     created: int  # start of the server, Unix seconds
     batches: Background | None = None  # set by the app, whose routes it calls
+    spans: SpanExporter | None = None  # None: no traces
     start_seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the start
     draining: bool = False
     at_once: bool = False  # second stop signal: do not drain

@@ -22,6 +22,7 @@ from quire.server.http.keys import key_of, owner_of_key, tenant_of
 from quire.server.http.request_ids import request_id
 from quire.server.state import Server
 from quire.server.streams.kept_streams import EVENT_ID
+from quire.server.tracing.spans import FinishedRequest, read_parent
 
 PROBES = frozenset({"/health", "/ping", "/healthz", "/readyz"})
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # besides those below /admin
@@ -117,6 +118,8 @@ class _GatedRequest:
             level = "debug" if self._path in PROBES or self._path == "/metrics" else "info"
             totals = scope["state"].get("totals")  # set by routes that generate
             tokens = {} if totals is None else asdict(totals)
+            if server.spans is not None and level == "info":
+                server.spans.add(self._finished(route, started, tokens))
             self._log.write(
                 level,
                 "reply",
@@ -129,6 +132,22 @@ class _GatedRequest:
                 caller=scope["state"].get("caller"),
                 **tokens,
             )
+
+    def _finished(self, route: str, started: float, totals: Mapping[str, Any]) -> FinishedRequest:
+        return FinishedRequest(
+            route=route,
+            method=self._scope["method"],
+            path=self._path[:200],
+            status=self._status,
+            request_id=self._id,
+            model=self._server.name,
+            parent=read_parent(self._headers.get("traceparent")),
+            start=started,
+            end=time.monotonic(),
+            submitted=self._state.get("submitted"),
+            totals=totals,
+            outcome=self._state.get("outcome"),
+        )
 
     async def _pass(self, scope: Scope) -> None:
         try:

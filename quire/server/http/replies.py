@@ -34,7 +34,7 @@ PEEK_SECONDS = 2.0  # an error within this time gets an HTTP status; a later one
 async def stream_reply(request: Request, run: GenerationRun, encoder: StreamEncoder, server: Server) -> Response:
     """Stream a run's reply. It waits up to PEEK_SECONDS for the first pieces, so that an early refusal gets a
     status."""
-    request.state.totals = run.totals  # for the log
+    request.state.totals, request.state.submitted = run.totals, run.started  # for the log and traces
     watcher = asyncio.create_task(_close_when_gone(request.receive, run))
     try:
         resumable = server.streams.seconds_of(request.headers.get("x-quire-resume"))
@@ -185,7 +185,7 @@ async def whole_reply(
     server: Server,
 ) -> Response:
     """Collect all pieces and answer once. A client that disconnects earlier cancels its request."""
-    request.state.totals = run.totals  # for the log
+    request.state.totals, request.state.submitted = run.totals, run.started  # for the log and traces
     watcher = asyncio.create_task(_close_when_gone(request.receive, run))
     try:
         while not run.done:

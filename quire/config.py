@@ -100,7 +100,7 @@ class CacheConfig:
     )
     kv_dtype: str = knob(
         "auto",
-        "data type of the KV cache. CUDA: fp8. CPU: int8; k8v4 (keys in 8 bits, values in 4); q4",
+        "data type of the KV cache: fp8 (CUDA); int8, k8v4 (keys in 8 bits, values in 4) or q4",
         choices=("auto", "fp8", "int8", "k8v4", "q4"),
     )
     kv_dtype_skip: str | None = knob(

@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.kernels import training
 from quire.kernels.activations import Curve
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
+from quire.kernels.cache_forms import PackedPlane
 from quire.kernels.deterministic import dense as deterministic_dense
 from quire.kernels.deterministic import experts as deterministic_experts
 from quire.kernels.deterministic import latent as deterministic_latent
@@ -272,6 +273,28 @@ def _triton_ops(strict: bool) -> Ops:
         captures=True,
         captured_work=captured_work.CapturedWork,
         fused_linear=_SkinnyLinear(skinny.skinny_linear),
+    )
+
+
+def with_packed_cache(ops: Ops) -> Ops:
+    """Returns Triton's table with ops that read and write packed caches, beside those for the layers that stay whole.
+    Their steps can't be captured."""
+    from quire.kernels.triton.attention import packed
+
+    def choose(plain: Callable[..., Any], other: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            is_packed = isinstance(args[place], PackedPlane) or args[place] is torch.uint8
+            return (other if is_packed else plain)(*args, **options)
+
+        return run
+
+    return replace(
+        ops,
+        qk_norm_rope_write=choose(ops.qk_norm_rope_write, packed.qk_norm_rope_write, 5),
+        plan_attention=choose(ops.plan_attention, packed.plan_attention, 6),
+        paged_attention=choose(ops.paged_attention, packed.paged_attention, 1),
+        captures=False,
+        captured_work=None,
     )
 
 

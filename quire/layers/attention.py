@@ -56,16 +56,11 @@ def plan_attention(step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> Atte
         step.len_bounds,
         spec.page_tokens,
         spec.window,
-        _mask_dtype(cache),
+        cache.dtype,
         **captured,
     )
     planes = packed_planes(cache, spec.packing) if spec.packing else ops.planes(cache)
     return AttentionPlan(planes, inputs.slots, kernel)
-
-
-def _mask_dtype(cache: Tensor) -> torch.dtype:
-    """Returns the dtype of masks in torch's attention; packed caches are read as float32."""
-    return torch.float32 if cache.dtype == torch.uint8 else cache.dtype
 
 
 def plan_sampled_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cache: Tensor, ops: Ops) -> AttentionPlan:
@@ -83,7 +78,7 @@ def plan_sampled_attention(plan: AttentionPlan, step: Step, spec: CacheSpec, cac
     kernel = None
     if bounds:
         kernel = ops.plan_attention(
-            pages, step.positions[index], [1] * len(bounds), bounds, spec.page_tokens, spec.window, _mask_dtype(cache)
+            pages, step.positions[index], [1] * len(bounds), bounds, spec.page_tokens, spec.window, cache.dtype
         )
     return replace(plan, kernel=kernel, wanted=index)
 

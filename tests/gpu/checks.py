@@ -10,6 +10,7 @@ from tests.gpu import (
     kernel_checks,
     latent_checks,
     linear_checks,
+    packed_checks,
     paged_checks,
     recurrent_checks,
     sampling_checks,
@@ -19,6 +20,7 @@ from tests.gpu import (
 CHECKS = {
     **kernel_checks.CHECKS,
     **paged_checks.CHECKS,
+    **packed_checks.CHECKS,
     **linear_checks.CHECKS,
     **recurrent_checks.CHECKS,
     **attention_checks.CHECKS,

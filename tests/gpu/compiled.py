@@ -18,11 +18,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from quire.kernels.angles import Angles
+from quire.kernels.cache_forms import CACHE_FORMS, packed_planes
 from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
 from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.triton import launch
 from quire.kernels.triton.attention import decode, prefill_hopper, prefill_split
 from quire.kernels.triton.attention import deterministic_tiles as fixed_tiles
+from quire.kernels.triton.attention import packed as packed_attention
 from quire.kernels.triton.attention import paged as attention
 from quire.kernels.triton.attention import rope_write as rope
 from quire.kernels.triton.experts import deterministic as fixed_experts
@@ -73,6 +75,16 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     return kernel
 
 
+def compile_packed(qkv: torch.Tensor, angles: Angles, table: torch.Tensor, places: torch.Tensor) -> None:
+    for name, form in CACHE_FORMS.items():
+        entries = torch.zeros(1, 1, 10, 64, 8, form.entry_bytes(128), dtype=torch.uint8)
+        k, v = packed_planes(entries, name)
+        q = packed_attention.qk_norm_rope_write(qkv, None, None, 1e-6, angles, k, v, places, 32)
+        for counts in ([1] * 4, [4]):
+            plan = packed_attention.plan_attention(table, places, counts, [4] * len(counts), 64, None, q.dtype)
+            packed_attention.paged_attention(q, k, v, plan, 0.1)
+
+
 def main() -> None:
     driver.set_active(HopperDriver())
     JITFunction.run = compile_only
@@ -95,6 +107,7 @@ def main() -> None:
         attention.paged_attention(q, cache, cache, plan, 0.1)
     assert prefill_hopper.supports(q, cache, plain=True)
     compile_fixed(q, cache, table, places)
+    compile_packed(qkv, angles, table, places)
     compile_padded_heads(table, places)
     sample.sample_rows(torch.zeros(4, 151936, dtype=bf16), places, places, torch.ones(4))
     compile_sampling(places)

@@ -64,7 +64,8 @@ def plan_attention(
     `page_table` [rows, max_pages] int32, `positions` [tokens] int64; `counts` and `len_bounds` are per row, on the
     host. The bounds may exceed the true lengths: they only size tensors, and `positions` decide which keys are visible.
     """
-    planner = _PagePlanner(page_table, positions, page_tokens, window, dtype)
+    mask_dtype = torch.float32 if dtype == torch.uint8 else dtype  # packed caches are read as float32
+    planner = _PagePlanner(page_table, positions, page_tokens, window, mask_dtype)
     plan = ReferencePlan(num_tokens=sum(counts))
     firsts, first = [], 0
     for count in counts:

@@ -20,7 +20,7 @@ from quire.files.progress import Progress, QuietProgress, format_bytes
 from quire.files.safetensors import list_shards
 from quire.files.source import ModelFiles
 from quire.kernels.cache_forms import CACHE_FORMS, parse_layers
-from quire.kernels.table import REFERENCE, Ops, select_ops
+from quire.kernels.table import REFERENCE, Ops, select_ops, with_packed_cache
 from quire.kernels.validation.trial_results import Findings
 from quire.layers.build import Build
 from quire.layers.experts import Experts
@@ -325,6 +325,8 @@ def make_build(
     """Returns how a model with these ops, or a part of it, is built. `at`: see `build_model`."""
     compute_dtype, scheme = _choose_scheme(dtype, device, ops, quant, hf_config)
     cache_dtype = _cache_dtype(kv_dtype, compute_dtype, device, ops)
+    if kv_dtype in CACHE_FORMS and device.type == "cuda" and ops is not REFERENCE:
+        ops = with_packed_cache(ops)
     build = Build(compute_dtype, cache_dtype, at or device, page_tokens, ops, Schemes(scheme))
     if kv_dtype not in CACHE_FORMS:
         if kv_skip:
@@ -414,9 +416,9 @@ def _tensor_types(dtype: str, hf_config: Mapping[str, Any]) -> Mapping[str, str]
 
 
 def _cache_dtype(kv_dtype: str, compute_dtype: torch.dtype, device: torch.device, ops: Ops) -> torch.dtype:
-    if kv_dtype in CACHE_FORMS and device.type != "cpu":
-        what = f"--kv-dtype {kv_dtype} needs a CPU: there are no kernels for it on {device.type}."
-        raise QuireError("invalid_parameter", what, "Use fp8 on CUDA, or leave it out.", param="kv_dtype")
+    if kv_dtype in CACHE_FORMS and device.type not in ("cpu", "cuda"):
+        what = f"--kv-dtype {kv_dtype} needs a CPU or a CUDA device: there are no kernels for it on {device.type}."
+        raise QuireError("invalid_parameter", what, "Leave it out.", param="kv_dtype")
     if kv_dtype == "auto" or kv_dtype in CACHE_FORMS:
         return compute_dtype
     _need_cuda("kv_dtype=fp8", device, ops)

@@ -116,11 +116,18 @@ class Edge:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         tool_choice: str = "auto",
+        parallel_tools: bool = True,
         template_kwargs: dict[str, Any] | None = None,
     ) -> ChatTurn:
-        """One conversation's prompt, and the grammar that its tools, its choice and `params.grammar` need."""
+        """One conversation's prompt, and the grammar that its tools, its choice and `params.grammar` need. Without
+        `parallel_tools` an enforced answer holds one call."""
         conversation = make_conversation(
-            messages, tools=tools, tool_choice=tool_choice, output=params.grammar, template_kwargs=template_kwargs
+            messages,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tools=parallel_tools,
+            output=params.grammar,
+            template_kwargs=template_kwargs,
         )
         _refuse_pictures(conversation.messages)
         renderer = ChatRenderer.from_template(

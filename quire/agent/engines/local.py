@@ -88,7 +88,10 @@ class LocalEngine:
         params = replace(self._params, **question.sampling)
         tools = [_strictly(tool) for tool in question.tools] if question.strict else question.tools
         choice = question.tool_choice if question.tools else "auto"
-        return self._llm.edge.chat_turn(question.messages, params, tools=tools or None, tool_choice=choice), params
+        turn = self._llm.edge.chat_turn(
+            question.messages, params, tools=tools or None, tool_choice=choice, parallel_tools=not question.is_pinned
+        )
+        return turn, params
 
 
 def _strictly(tool: dict[str, Any]) -> dict[str, Any]:

@@ -93,8 +93,9 @@ class RemoteEngine:
         if question.tools and self.takes_tools:
             body["tools"] = [_with_strict(tool) for tool in question.tools] if question.strict else question.tools
             choice = question.tool_choice
-            named = choice not in ("auto", "none", "required")
-            body["tool_choice"] = {"type": "function", "function": {"name": choice}} if named else choice
+            body["tool_choice"] = {"type": "function", "function": {"name": choice}} if question.is_pinned else choice
+            if question.is_pinned:
+                body["parallel_tool_calls"] = False
         return body
 
     def _connect(self, seconds: float) -> http.client.HTTPConnection:

@@ -19,6 +19,11 @@ class Question:
     strict: bool = True  # a grammar keeps calls well-formed where the engine has one
     sampling: Mapping[str, Any] = field(default_factory=dict)  # names of SamplingParams
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether one tool is named: then one call is wanted, and a small model may repeat it without end."""
+        return self.tool_choice not in ("auto", "none", "required")
+
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:

@@ -74,6 +74,7 @@ def make_conversation(
     *,
     tools: Sequence[Any] | None = None,
     tool_choice: str = "auto",
+    parallel_tools: bool = True,
     output: GrammarSpec | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Conversation:
@@ -92,6 +93,7 @@ def make_conversation(
         tools=list(tools or ()),
         schema_places=[f"tools[{index}].function.parameters" for index in range(len(tools or ()))],
         tool_choice=tool_choice,
+        parallel_tools=parallel_tools,
         continue_final=bool(kwargs.pop("continue_final_message", False)),
         add_generation_prompt=bool(kwargs.pop("add_generation_prompt", True)),
         template_kwargs=kwargs,

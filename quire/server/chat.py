@@ -121,7 +121,7 @@ class ChatPrompts:
     async def check_output(self, output: GrammarSpec | None, param: str = "response_format") -> GrammarSpec | None:
         """`output` with warnings about parts of the schema that are not enforced."""
         self._limits.check_output(output, param)
-        if output is None or output.kind != "json_schema":
+        if output is None or output.kind not in ("json_schema", "structural_tag"):
             return output
         found: GrammarSpec = (await self._work.run(CheckOutput(output, param))).grammar
         return found

@@ -27,7 +27,8 @@ MAX_TEXT = 4096  # characters of one stop string, bad word or sequence breaker
 class GrammarSpec:
     """A constraint on a request's output.
 
-    `value` is a JSON schema, a regular expression, a JSON list of choices or a grammar's text, depending on `kind`.
+    `value` is a JSON schema, a regular expression, a JSON list of choices, a grammar's text, or a structural tag as
+    JSON, depending on `kind`.
     `json_object` needs no value. `free` constrains nothing and exists for its reasoning budget. A part of a schema that
     cannot be enforced is refused by keyword and place with `strict`, and dropped without.
 
@@ -35,7 +36,7 @@ class GrammarSpec:
     `opens_reasoning` the model may also answer directly: it reasons only if it writes that marker first.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "free"]
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "free"]
     value: str = ""
     after_reasoning: tuple[int, ...] = ()  # the marker that ends reasoning
     budget: int | None = None  # reasoning tokens after which the end marker is forced

@@ -93,9 +93,12 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None  # llama.cpp's place of the schema
+    structures: Items[JsonObject] | None = None  # of a structural tag, with triggers; or format
+    triggers: Items[str] | None = None
+    format: JsonObject | None = None
 
 
 class StructuredOutputs(Body):
@@ -105,6 +108,7 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: Annotated[Items[str], Field(min_length=1, max_length=1024)] | None = None  # engine limit: 2000
     grammar: str | None = None
+    structural_tag: JsonObject | str | None = None
 
 
 class PredictedPart(Body):

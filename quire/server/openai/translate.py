@@ -128,6 +128,9 @@ def output_grammar(
     if form is not None and form.schema_ is not None and form.json_schema is None and form.type != "text":
         text = schema_text(form.schema_, "response_format.schema")
         grammar = GrammarSpec("json_schema", text, strict=False)
+    elif form is not None and form.type == "structural_tag":
+        shape = form.model_dump(include={"structures", "triggers", "format"}, exclude_none=True)
+        grammar = GrammarSpec("structural_tag", schema_text(shape, "response_format"))
     elif form is not None and form.type == "json_object":
         grammar = GrammarSpec("json_object")
     elif form is not None and form.type == "json_schema":
@@ -164,7 +167,13 @@ def structured_grammar(
         ways.append(GrammarSpec("choice", json.dumps(structured.choice)))
     if structured.grammar is not None:
         ways.append(GrammarSpec("ebnf", structured.grammar))
+    if structured.structural_tag is not None:
+        tag = structured.structural_tag
+        text = tag if isinstance(tag, str) else schema_text(tag, "structured_outputs.structural_tag")
+        ways.append(GrammarSpec("structural_tag", text))
     if len(ways) != 1:
-        wanted = "exactly one of json, regex, choice and grammar, and " if name == "structured_outputs" else ""
+        wanted = ""
+        if name == "structured_outputs":
+            wanted = "exactly one of json, regex, choice, grammar and structural_tag, and "
         raise bad_request("invalid_value", f"{name} needs {wanted}no {rival}.", name)
     return ways[0]

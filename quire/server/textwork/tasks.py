@@ -20,6 +20,7 @@ import msgspec
 from quire.config import Config
 from quire.files.source import ModelFiles
 from quire.server.http.errors import ApiError
+from quire.text.channels.structural import structural_grammar
 from quire.text.conversation import ChatRenderer, Conversation, ConversationLimits
 from quire.text.loading import load_tokenizer
 from quire.text.prompts import encode_within
@@ -213,6 +214,8 @@ class TextTasks:
             case CheckBody(path, body, max_prompt):
                 return CheckedBody(check_body(path, body, max_prompt, lenient=self.setup.lenient))
             case CheckOutput(grammar, param):
+                if grammar.kind == "structural_tag":
+                    return OutputFits(structural_grammar(grammar, self.tokenizer, param))
                 return OutputFits(with_schema_warnings(grammar, param))
 
     @cached_property

@@ -66,7 +66,7 @@ def tool_grammar(
 def _can_join(tool_format: ToolFormat, tools: Sequence[ToolSpec], answer: GrammarSpec) -> bool:
     """Whether calls and this answer fit into one grammar. An EBNF answer does not; nor do schemas with references where
     calls and answer become one JSON schema."""
-    if answer.kind == "ebnf":
+    if answer.kind in ("ebnf", "structural_tag"):
         return False
     texts = [answer.value, *(json.dumps(dict(tool.parameters)) for tool in tools)]
     return not tool_format.plain_key or not any('"$ref"' in text for text in texts)

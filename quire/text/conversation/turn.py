@@ -20,6 +20,7 @@ from quire.text.channels import (
     tool_grammar,
 )
 from quire.text.channels.probe import TemplateFormats, describe_template
+from quire.text.channels.structural import structural_grammar
 from quire.text.conversation.answer import AnswerFormat, AssistantMessage
 from quire.text.conversation.replaying import messages_for_template, template_variables
 from quire.text.conversation.request import Conversation, ConversationLimits, check_tools
@@ -116,6 +117,8 @@ class ChatRenderer:
         calls = self._call_grammar(conversation, form)
         output = conversation.output
         if calls is None and output is not None:
+            if output.kind == "structural_tag":
+                output = structural_grammar(output, self.tokenizer, conversation.output_param)
             output = with_schema_warnings(output, conversation.output_param)
             if not conversation.continue_final:
                 output = answer_grammar(output, form.answer, form.tool_format, self.specials)

@@ -41,6 +41,7 @@ NO_ANSWERS = {
     "invalid_setting": "settings are read at the start",
     "invalid_path": "of `quire cache` and LLM.sessions",
     "invalid_session_file": "of `quire cache` and LLM.sessions",
+    "missing_package": "stores are opened at the start",
     "no_end_token": "vocabularies are read at the start",
     "no_grammar": "a server always has grammars",
     "no_tokenizer": "a model without one is not served",

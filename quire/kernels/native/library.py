@@ -32,6 +32,7 @@ FORMS = {  # GGUF types with kernels
     "Q3_K": 13,
     "Q2_K": 14,
     "IQ4_XS": 15,
+    "W8A8": 16,  # no type of GGUF: 8-bit weights with a scale per row, times 8-bit activations in blocks
 }
 FLOAT_FORMS = ("F32", "F16", "BF16")  # without blocks
 K_BLOCK = 256  # columns of a block of a K type

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from quire.layers.norm import RMSNorm
 
 log = logging.getLogger("quire")
-FROM_FLOATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")  # types that the library can quantize floats to
+FROM_FLOATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "W8A8")  # types that the library can quantize floats to
+QUANTS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "int8": "W8A8"}  # a value of `--quant` -> type
+MAX_BYTE_COLUMNS = 1 << 16  # of W8A8: more products of bytes might not fit into a sum of 32 bits
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -38,7 +40,7 @@ class QuantizedBlocks:
 
     def __init__(self, ops: Ops, *, types: Mapping[str, str], floats: str, quant: str | None = None):
         """`types`: GGUF type, or other packed type, of each checkpoint tensor whose blocks are kept. `floats`: type of
-        all other matrices (F32 or F16). `quant`: type that all matrices are quantized to instead (Q8_0 or Q4_0).
+        all other matrices (F32 or F16). `quant`: type that all matrices are quantized to instead, of `QUANTS`.
         """
         assert ops.native is not None
         self.ops = ops
@@ -109,6 +111,8 @@ class QuantizedBlocks:
             form = "Q8_0"
             if kind not in FORMS:
                 self._say_once(kind)
+        if form == "W8A8" and columns > MAX_BYTE_COLUMNS:
+            form = "Q8_0"
         return form if columns % unit_columns(form) == 0 else self._floats
 
     def _say_once(self, kind: str) -> None:

@@ -396,12 +396,10 @@ def _choose_scheme(
         what = f"quant={quant} needs a CPU, the native kernels and a model type with a family of its own."
         raise QuireError("invalid_parameter", what, "Leave it out, or see `quire doctor`.", param="quant")
     if ops.native is not None and dtype != "bfloat16":
-        from quire.layers.quant.blocks import QuantizedBlocks
+        from quire.layers.quant.blocks import QUANTS, QuantizedBlocks
 
         floats = "F16" if dtype == "float16" else "F32"
-        return torch.float32, QuantizedBlocks(
-            ops, types=types, floats=floats, quant=None if quant == "none" else quant.upper()
-        )
+        return torch.float32, QuantizedBlocks(ops, types=types, floats=floats, quant=QUANTS.get(quant))
     if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
         return torch.float32, Fp16Packed(ops)
     return DTYPES[dtype], Dense(ops)

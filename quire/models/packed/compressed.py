@@ -55,6 +55,7 @@ class LayerGroup:
     bits: int
     size: int  # columns that share a scale; -1: all of them
     is_symmetric: bool  # symmetric: no zero points
+    rounds_inputs: bool  # activations are rounded to eight-bit integers as they come
     block: Block | None
 
     def matches(self, layer: str) -> bool:
@@ -85,7 +86,7 @@ def find_compressed(config: Mapping[str, Any]) -> Finder:
                 prefix = name.removesuffix(".weight_packed")
                 found[f"{prefix}.weight"] = _words(prefix, entries, _group_of(prefix, groups))
             elif name.endswith(".weight") and entry.dtype == "I8":
-                found[name] = _bytes(name.removesuffix(".weight"), entries)
+                found[name] = _bytes(name.removesuffix(".weight"), entries, groups)
         return found
 
     return find
@@ -118,8 +119,14 @@ def _read_group(group: Any) -> LayerGroup:
         whole_number(weights, "num_bits", 8),
         read_group_size(weights, -1),
         weights.get("symmetric", True) is not False,
+        _rounds_inputs(group.get("input_activations")),
         None if block is None else (block[0], block[1]),
     )
+
+
+def _rounds_inputs(declared: Any) -> bool:
+    wanted = {"num_bits": 8, "type": "int", "dynamic": True}
+    return isinstance(declared, dict) and wanted.items() <= declared.items()
 
 
 def _bad_config(key: str, value: Any, wanted: str) -> QuireError:
@@ -175,7 +182,7 @@ def _words(prefix: str, entries: Entries, group: LayerGroup) -> GroupedMatrix:
     return GroupedMatrix((rows, columns), tuple(uses), kind, take)
 
 
-def _bytes(prefix: str, entries: Entries) -> GroupedMatrix:
+def _bytes(prefix: str, entries: Entries, groups: list[LayerGroup]) -> Packed:
     """Describes a signed eight-bit matrix. It is decoded as unsigned with 128 added, as the other formats are."""
     weight = check_entry(entries, f"{prefix}.weight", ("I8",))
     if len(weight.shape) != 2:
@@ -202,5 +209,28 @@ def _bytes(prefix: str, entries: Entries) -> GroupedMatrix:
         return Grouped(numbers, spread(names[1]), zeros, columns // shape[1])
 
     uses = tuple(names if has_zeros else names[:2])
+    if groups and shape == (rows, 1) and not has_zeros and _group_of(prefix, groups).rounds_inputs:
+        return W8A8Matrix((rows, columns), uses)
     kind = grouped_kind("INT8 with zeros", 8, columns // shape[1], columns, has_zeros)
     return GroupedMatrix((rows, columns), uses, kind, take)
+
+
+@dataclass(frozen=True, slots=True)
+class W8A8Matrix:
+    """Signed bytes with a scale for each row, whose activations are to be rounded to bytes, too."""
+
+    shape: tuple[int, ...]
+    uses: tuple[str, ...]  # the matrix and its scales
+    kind: str = "W8A8"
+
+    def decode(self, stored: StoredTensors, first: int, count: int) -> Tensor:
+        return stored.rows(self.uses[0], first, count).float() * self._scales(stored)[first : first + count]
+
+    def blocks(self, stored: StoredTensors) -> tuple[str, Tensor]:
+        """Returns the rows as the native library reads them: a row's bytes, then its scale in float32."""
+        matrix = stored.whole(self.uses[0]).view(torch.uint8)
+        return "W8A8", torch.cat((matrix, self._scales(stored).view(torch.uint8)), 1).view(-1)
+
+    def _scales(self, stored: StoredTensors) -> Tensor:
+        """Returns the rows' scales, [rows, 1] float32."""
+        return stored.whole(self.uses[1]).reshape(-1, 1).float().contiguous()

@@ -47,12 +47,18 @@ Sorted sort_by_expert(Context& c, const ExpertsDesc& experts, const int64_t* cho
     return sorted;
 }
 
-// Whether any of these experts' matrices needs floats, or blocks.
-bool any_of(const LinearDesc* linears, const Sorted& sorted, bool floats) {
+enum class Need { kFloats, kBlocks, kBytes };  // what a matrix reads its input as
+
+Need need_of(Form form) {
+    return is_float(form) ? Need::kFloats : takes_bytes(form) ? Need::kBytes : Need::kBlocks;
+}
+
+// Whether any of these experts' matrices reads its input so.
+bool any_of(const LinearDesc* linears, const Sorted& sorted, Need need) {
     for (int64_t j = 0; j < sorted.num_jobs; ++j) {
         const LinearDesc& linear = linears[sorted.jobs[j].expert];
         for (int64_t i = 0; i < linear.num_parts; ++i)
-            if (is_float(linear.parts[i].form) == floats) return true;
+            if (need_of(linear.parts[i].form) == need) return true;
     }
     return false;
 }
@@ -62,13 +68,23 @@ struct Ready {
     float* floats;
     Block* blocks;
     Factors* factors;
+    Block* bytes;
+    ByteFactors* byte_factors;
     int64_t columns;
 };
 
-void round(const Kernels& kernels, const Ready& ready, const Job& job, int64_t place, const float* x) {
+struct Rounding {
+    bool blocks, bytes;
+};
+
+void round(const Kernels& kernels, const Ready& ready, const Job& job, int64_t place, const float* x, Rounding to) {
     const int64_t num_blocks = ready.columns / kBlock;
-    kernels.quantize(x, ready.columns, ready.blocks + place * num_blocks,
-                     ready.factors + job.first * num_blocks + place - job.first, job.count);
+    if (to.blocks)
+        kernels.quantize(x, ready.columns, ready.blocks + place * num_blocks,
+                         ready.factors + job.first * num_blocks + place - job.first, job.count);
+    if (to.bytes)
+        kernels.quantize_bytes(x, ready.columns, ready.bytes + place * num_blocks,
+                               ready.byte_factors + job.first * num_blocks + place - job.first, job.count);
 }
 
 // Every job's product: out [sent, rows].
@@ -86,7 +102,8 @@ void multiply(Context& c, const LinearDesc* linears, Sorted& sorted, const Ready
             const LinearDesc& linear = linears[job->expert];
             const int64_t at = job->first * (ready.columns / kBlock);
             const Inputs in = {ready.floats + job->first * ready.columns, ready.blocks + at, ready.factors + at,
-                               job->count};
+                               ready.bytes ? ready.bytes + at : nullptr,
+                               ready.bytes ? ready.byte_factors + at : nullptr, job->count};
             int64_t row = 0, before = job->tiles_before;
             for (int64_t i = 0; i < linear.num_parts; ++i) {
                 const Matrix& part = linear.parts[i];
@@ -160,15 +177,19 @@ void mix_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t
     Factors* factors = c.factors.take_as<Factors>(total * (widest / kBlock));
     float* gate_up = c.expert_inner.take_as<float>(total * 2 * inner);
     float* shares = c.shares.take_as<float>(total * width);
-    const bool floats_up = hooks.adapters || any_of(experts.gate_up, sorted, true);
-    const bool blocks_up = any_of(experts.gate_up, sorted, false);
-    const bool blocks_down = any_of(experts.down, sorted, false);
-    Ready ready = {floats, blocks, factors, width};
+    const bool floats_up = hooks.adapters || any_of(experts.gate_up, sorted, Need::kFloats);
+    const auto rounding = [&](const LinearDesc* linears) {
+        return Rounding{any_of(linears, sorted, Need::kBlocks), any_of(linears, sorted, Need::kBytes)};
+    };
+    const Rounding up = rounding(experts.gate_up), down = rounding(experts.down);
+    const bool any_bytes = up.bytes || down.bytes;
+    Ready ready = {floats, blocks, factors, any_bytes ? c.bytes.take_as<Block>(total * (widest / kBlock)) : nullptr,
+                   any_bytes ? c.byte_factors.take_as<ByteFactors>(total * (widest / kBlock)) : nullptr, width};
     c.pool.share(total, grain(total, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t s = first; s < stop; ++s) {
             const float* row = x + sorted.token_of[s] * width;
             if (floats_up) memcpy(floats + s * width, row, sizeof(float) * size_t(width));
-            if (blocks_up) round(*c.kernels, ready, sorted.jobs[sorted.job_of[s]], s, row);
+            round(*c.kernels, ready, sorted.jobs[sorted.job_of[s]], s, row, up);
         }
     });
     multiply(c, experts.gate_up, sorted, ready, 2 * inner, gate_up);
@@ -178,7 +199,7 @@ void mix_experts(Context& c, const ExpertsDesc& experts, const float* x, int64_t
     c.pool.share(total, grain(total, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t s = first; s < stop; ++s) {
             activate(*c.kernels, experts, gate_up + s * 2 * inner, floats + s * inner);
-            if (blocks_down) round(*c.kernels, ready, sorted.jobs[sorted.job_of[s]], s, floats + s * inner);
+            round(*c.kernels, ready, sorted.jobs[sorted.job_of[s]], s, floats + s * inner, down);
         }
     });
     multiply(c, experts.down, sorted, ready, width, shares);

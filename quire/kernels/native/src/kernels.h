@@ -33,6 +33,7 @@ enum class Form : int32_t {
     kQ3_K = 13,
     kQ2_K = 14,
     kIQ4_XS = 15,
+    kW8A8 = 16,  // no type of GGUF: bytes with a sign, a float32 scale for each row; activations are bytes, too
 };
 
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kRelu2 = 4, kSigmoid = 5 };
@@ -73,11 +74,18 @@ struct Factors {  // of a block
     float halves[2];  // `sum` of its first 16 values and of the others
 };
 
-// Activations of some tokens, as floats and as blocks; a product reads what its matrix's form needs.
+struct ByteFactors {  // of a block whose activations are whole numbers of 8 bits
+    float scale;
+    int32_t offset;  // -128 times the sum of its numbers
+};
+
+// Activations of some tokens, as floats, as blocks and as bytes; a product reads what its matrix's form needs.
 struct Inputs {
     const float* x;          // [tokens, columns]
     const Block* blocks;     // [tokens, columns / 32]
     const Factors* factors;  // [columns / 32, tokens]: neighbours' lie side by side
+    const Block* bytes;      // [tokens, columns / 32]: numbers of 8 bits, where blocks have those of 16
+    const ByteFactors* byte_factors;  // [columns / 32, tokens]
     int64_t num_tokens;
 };
 
@@ -150,6 +158,7 @@ struct Kernels {
     void (*add_scaled)(const float* x, float scale, int64_t n, float* out);
     void (*activate)(Activation how, const float* gate, const float* up, int64_t n, float* out);  // up: or null
     void (*quantize)(const float* x, int64_t n, Block* blocks, Factors* factors, int64_t stride);
+    void (*quantize_bytes)(const float* x, int64_t n, Block* bytes, ByteFactors* factors, int64_t stride);
     void (*turn)(float* head, const float* cos, const float* sin, int64_t half);
     void (*product)(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Inputs& in, int64_t num_tokens,
                     const Target& target);

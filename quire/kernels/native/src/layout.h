@@ -56,10 +56,12 @@ static constexpr Layout layout_of(Form form) {
         case Form::kQ3_K: return {256, 1, 12, Spread::kThree};    // the same in six bits: eight bytes of nibbles, four of pairs
         case Form::kQ2_K: return {256, 2, 16, Spread::kTwo};      // a scale below a least value for each 16 columns
         case Form::kIQ4_XS: return {256, 1, 8, Spread::kNibbles};
+        case Form::kW8A8: return {32, 0, 0, Spread::kBytes};  // and a float32 for each row behind a tile's last unit
     }
     return {1, 0, 0, Spread::kFloats};
 }
 
+static constexpr bool takes_bytes(Form form) { return form == Form::kW8A8; }  // activations of 8 bits
 static constexpr bool is_float(Form form) { return layout_of(form).spread == Spread::kFloats; }
 
 static constexpr int head_bytes(const Layout& l) { return 2 * l.halves + l.bytes; }  // of one row
@@ -71,8 +73,11 @@ static constexpr int unit_bytes(Form form) {
     return head_bytes(l) + 4 * num_words(l.spread) * (l.columns / kBlock);
 }
 
+static constexpr int row_scale_bytes(Form form) { return form == Form::kW8A8 ? 4 : 0; }
+
 static inline int64_t tile_bytes(const Matrix& m) {
-    return int64_t(unit_bytes(m.form)) * m.lanes * (m.columns / layout_of(m.form).columns);
+    const int64_t units = int64_t(unit_bytes(m.form)) * (m.columns / layout_of(m.form).columns);
+    return (units + row_scale_bytes(m.form)) * m.lanes;
 }
 
 static inline int64_t num_tiles(const Matrix& m) { return (m.rows + m.lanes - 1) / m.lanes; }

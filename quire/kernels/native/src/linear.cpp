@@ -21,13 +21,15 @@ void run_norm(const Kernels& kernels, const NormDesc& norm, float eps, bool take
 namespace {
 
 struct Needs {
-    bool floats = false, blocks = false;
+    bool floats = false, blocks = false, bytes = false;
 };
 
 Needs needs(const LinearDesc& linear) {
     Needs found;
     for (int64_t i = 0; i < linear.num_parts; ++i)
-        (is_float(linear.parts[i].form) ? found.floats : found.blocks) = true;
+        (is_float(linear.parts[i].form)      ? found.floats
+         : takes_bytes(linear.parts[i].form) ? found.bytes
+                                             : found.blocks) = true;
     return found;
 }
 
@@ -38,6 +40,9 @@ Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num
     float* floats = static_cast<float*>(c.floats.take(0));
     Block* blocks = static_cast<Block*>(c.blocks.take(0));
     Factors* factors = static_cast<Factors*>(c.factors.take(0));
+    Block* bytes = need.bytes ? c.bytes.take_as<Block>(num_tokens * (columns / kBlock)) : nullptr;
+    ByteFactors* byte_factors =
+        need.bytes ? c.byte_factors.take_as<ByteFactors>(num_tokens * (columns / kBlock)) : nullptr;
     c.pool.share(num_tokens, grain(num_tokens, c.pool.size()), [&](int64_t first, int64_t stop, int) {
         for (int64_t t = first; t < stop; ++t) {
             const float* row = x + t * columns * (before.activates && before.has_gate ? 2 : 1);
@@ -49,9 +54,12 @@ Inputs prepare(Context& c, const LinearDesc& linear, const float* x, int64_t num
             else ready = const_cast<float*>(row);
             if (need.blocks)
                 c.kernels->quantize(ready, columns, blocks + t * (columns / kBlock), factors + t, num_tokens);
+            if (need.bytes)
+                c.kernels->quantize_bytes(ready, columns, bytes + t * (columns / kBlock), byte_factors + t, num_tokens);
         }
     });
-    return {before.norm.weight || before.activates ? floats : x, blocks, factors, num_tokens};
+    return {before.norm.weight || before.activates ? floats : x, blocks, factors, bytes, byte_factors,
+            num_tokens};
 }
 
 void multiply(Context& c, const LinearDesc& linear, const Inputs& in, int64_t num_tokens,

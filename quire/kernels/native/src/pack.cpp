@@ -20,6 +20,15 @@ void encode_q8_0(const float* x, uint8_t* out) {
     for (int i = 0; i < kBlock; ++i) out[2 + i] = uint8_t(int8_t(lrintf(x[i] * inverse)));
 }
 
+// The whole row's bytes, then its scale.
+void encode_w8a8(const float* x, int64_t columns, uint8_t* out) {
+    float most = 0;
+    for (int64_t i = 0; i < columns; ++i) most = fmaxf(most, fabsf(x[i]));
+    const float scale = most / 127, inverse = scale > 0 ? 1 / scale : 0;
+    for (int64_t i = 0; i < columns; ++i) out[i] = uint8_t(int8_t(lrintf(x[i] * inverse)));
+    memcpy(out + columns, &scale, 4);
+}
+
 // A 4-bit scale is worth looking for: of several around the obvious one, the one with the least squared error is kept.
 void encode_q4_0(const float* x, uint8_t* out) {
     float most = 0, extreme = 0;
@@ -55,7 +64,7 @@ void encode_q4_0(const float* x, uint8_t* out) {
 }  // namespace
 
 int64_t source_row_bytes(Form form, int64_t columns) {
-    return columns / layout_of(form).columns * source_unit_bytes(form);
+    return columns / layout_of(form).columns * source_unit_bytes(form) + row_scale_bytes(form);
 }
 
 void encode_row(Form form, const float* x, int64_t columns, uint8_t* out) {
@@ -74,6 +83,8 @@ void encode_row(Form form, const float* x, int64_t columns, uint8_t* out) {
             const uint16_t upper = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // ties to even
             memcpy(out + 2 * i, &upper, 2);
         }
+    } else if (form == Form::kW8A8) {
+        encode_w8a8(x, columns, out);
     } else {
         for (int64_t i = 0; i < columns; i += kBlock, out += source_unit_bytes(form))
             form == Form::kQ8_0 ? encode_q8_0(x + i, out) : encode_q4_0(x + i, out);
@@ -146,6 +157,8 @@ void pack_tile(const Matrix& m, int64_t tile, const uint8_t* source, const int64
             write_unit({layout, m.lanes, lane}, read, out);
         }
     }
+    if (row_scale_bytes(m.form))
+        for (int lane = 0; lane < count; ++lane) memcpy(out + 4 * lane, rows[lane] + m.columns, 4);
 }
 
 void unpack_row(const Matrix& m, int64_t row, float* out) {
@@ -157,6 +170,11 @@ void unpack_row(const Matrix& m, int64_t row, float* out) {
         for (int64_t u = 0; u < m.columns / layout.columns; ++u, p += unit_bytes(m.form) * lanes) {
             read_back({layout, lanes, lane}, p, unit);
             decode_unit(m.form, unit, out + u * layout.columns);
+        }
+        if (row_scale_bytes(m.form)) {
+            float scale;
+            memcpy(&scale, p + 4 * lane, 4);
+            for (int64_t c = 0; c < m.columns; ++c) out[c] *= scale;
         }
         return;
     }

@@ -103,7 +103,7 @@ struct Context {
     std::mutex busy;
     Buffer floats, blocks, factors, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units, pieces,
         parts, convolved, heads, places, jobs,
-        shares, expert_inner, normed, logits, chosen, weights, ranks, routed;
+        shares, expert_inner, normed, logits, chosen, weights, ranks, routed, bytes, byte_factors;
 };
 
 void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,

@@ -61,6 +61,7 @@ int64_t source_unit_bytes(Form form) {
 void read_unit(Form form, const uint8_t* p, Unit& unit) {
     uint32_t* words = unit.words;
     switch (form) {
+        case Form::kW8A8: memcpy(words, p, 32); return;
         case Form::kQ8_0:
             memcpy(unit.halves, p, 2);
             memcpy(words, p + 2, 32);
@@ -228,11 +229,13 @@ void decode_unit(Form form, const Unit& unit, float* out) {
                 scale = d * float(cells[c] & 15);
                 least = -e * float(cells[c] >> 4);
                 break;
+            case Form::kW8A8: scale = 1; break;  // the row's scale is not the unit's
             default: break;
         }
+        const bool has_sign = form == Form::kQ8_0 || form == Form::kW8A8;
         for (int i = 0; i < 16; ++i) {
             const uint8_t byte = uint8_t(unit.words[4 * c + i / 4] >> 8 * (i % 4));
-            const float value = table ? float(table[byte]) : form == Form::kQ8_0 ? float(int8_t(byte)) : float(byte);
+            const float value = table ? float(table[byte]) : has_sign ? float(int8_t(byte)) : float(byte);
             out[16 * c + i] = scale * value + least;
         }
     }

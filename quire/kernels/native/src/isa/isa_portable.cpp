@@ -20,7 +20,7 @@ namespace quire {
 
 const Kernels* portable_kernels() {
     static const Kernels kernels = {"portable", W, norm, layer_norm, add_scaled, activate,
-                                    quantize, turn, product, write_entry, attend, merge, choose, recur};
+                                    quantize, quantize_bytes, turn, product, write_entry, attend, merge, choose, recur};
     return &kernels;
 }
 

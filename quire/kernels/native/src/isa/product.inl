@@ -61,6 +61,30 @@ QUIRE_INLINE void add_units(const uint8_t* p, int64_t units, const Inputs& in, i
     }
 }
 
+// Bytes times bytes: a scale for each row of the matrix, and one for each block of a token's activations.
+template <Form F, int M>
+QUIRE_INLINE void add_bytes_of(const uint8_t* p, int64_t units, const Inputs& in, int64_t token, Floats* acc) {
+    const Block* at[M];
+    for (int m = 0; m < M; ++m) at[m] = in.bytes + (token + m) * units;
+    const ByteFactors* factors = in.byte_factors + token;
+    for (int64_t u = 0; u < units; ++u, p += unit_bytes(F) * W, factors += in.num_tokens) {
+        for (int64_t line = 0; line < unit_bytes(F) * W; line += 64) __builtin_prefetch(p + kAheadBytes + line);
+        ByteSum sums[M];
+        for (int m = 0; m < M; ++m) sums[m] = begin_bytes();
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; ++g) {
+            const Weights weights = to_weights<true>(load_bytes(p + g * V));
+            for (int m = 0; m < M; ++m) add_byte_products(sums[m], weights, at[m]->bytes, g);
+        }
+        for (int m = 0; m < M; ++m) {
+            acc[m] = fma(end_bytes(sums[m], factors[m].offset), splat(factors[m].scale), acc[m]);
+            ++at[m];
+        }
+    }
+    const Floats scale = load((const float*)p);
+    for (int m = 0; m < M; ++m) acc[m] = mul(acc[m], scale);
+}
+
 template <Form F, int M>
 QUIRE_INLINE void add_columns(const uint8_t* p, const float* x, int64_t columns, Floats* acc) {
     for (int64_t c = 0; c < columns; ++c) {
@@ -98,6 +122,8 @@ __attribute__((noinline)) void few_tokens(const Matrix& m, int64_t tile, const I
     begin<M>(acc);
     if constexpr (is_float(F)) {
         add_columns<F, M>(p, in.x + token * m.columns, m.columns, acc);
+    } else if constexpr (takes_bytes(F)) {
+        add_bytes_of<F, M>(p, m.columns / layout_of(F).columns, in, token, acc);
     } else {
         add_units<F, M>(p, m.columns / layout_of(F).columns, in, token, acc);
     }
@@ -150,6 +176,7 @@ void product(const Matrix& m, int64_t first_tile, int64_t stop_tile, const Input
         case Form::kQ3_K: return product_of<Form::kQ3_K>(m, first_tile, stop_tile, in, num_tokens, to);
         case Form::kQ2_K: return product_of<Form::kQ2_K>(m, first_tile, stop_tile, in, num_tokens, to);
         case Form::kIQ4_XS: return product_of<Form::kIQ4_XS>(m, first_tile, stop_tile, in, num_tokens, to);
+        case Form::kW8A8: return product_of<Form::kW8A8>(m, first_tile, stop_tile, in, num_tokens, to);
     }
 }
 

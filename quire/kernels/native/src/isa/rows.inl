@@ -116,35 +116,54 @@ void turn(float* head, const float* cos, const float* sin, int64_t half) {
     }
 }
 
+// Finds the scale of a block whose largest magnitude becomes `top`: NaN if it has NaN or infinity, and then its values
+// become 0. Returns what values are to be multiplied by.
+inline Floats block_scale(Floats* part, float top, float& scale) {
+    Floats bits = splat(0);
+    for (int i = 0; i < kBlock / W; ++i) bits = larger_magnitude(bits, part[i]);
+    float lanes[W], most = 0;
+    store(lanes, bits);
+    bool finite = true;
+    for (float lane : lanes) {
+        finite &= lane <= 3.4028234e38f;
+        most = lane > most ? lane : most;
+    }
+    if (!finite) {
+        most = 0;
+        for (int i = 0; i < kBlock / W; ++i) part[i] = splat(0);
+    }
+    scale = finite ? most / top : NAN;
+    // Below this the inverse overflows; such a block is rounded to zero.
+    return splat(most > 1e-30f ? top / most : 0.0f);
+}
+
+// Rounds blocks of 32 to 8 bits. n is a multiple of 32.
+void quantize_bytes(const float* x, int64_t n, Block* bytes, ByteFactors* factors, int64_t stride) {
+    for (int64_t b = 0; b < n / kBlock; ++b) {
+        Floats part[kBlock / W];
+        for (int i = 0; i < kBlock / W; ++i) part[i] = load(x + b * kBlock + i * W);
+        ByteFactors& f = factors[b * stride];
+        const Floats inverse = block_scale(part, 127, f.scale);
+        int32_t sum = 0;
+        for (int i = 0; i < kBlock / W; ++i) sum += store_whole(bytes[b].bytes, i * W, nearest(mul(part[i], inverse)));
+        f.offset = -128 * sum;
+    }
+}
+
 // Rounds blocks of 32 to 16 bits. n is a multiple of 32. A block with NaN or infinity gets the scale NaN,
 // so that it propagates to every product.
 void quantize(const float* x, int64_t n, Block* blocks, Factors* factors, int64_t stride) {
     constexpr float kMost = 127 * 256;  // the integer of a block's largest magnitude
     for (int64_t b = 0; b < n / kBlock; ++b) {
-        Floats part[kBlock / W], bits = splat(0);
-        for (int i = 0; i < kBlock / W; ++i) {
-            part[i] = load(x + b * kBlock + i * W);
-            bits = larger_magnitude(bits, part[i]);
-        }
-        float lanes[W], most = 0;
-        store(lanes, bits);
-        bool finite = true;
-        for (float lane : lanes) {
-            finite &= lane <= 3.4028234e38f;
-            most = lane > most ? lane : most;
-        }
-        if (!finite) {
-            most = 0;
-            for (Floats& f : part) f = splat(0);
-        }
-        // Below this the inverse overflows; such a block is rounded to zero.
-        const Floats inverse = splat(most > 1e-30f ? kMost / most : 0.0f);
+        Floats part[kBlock / W];
+        for (int i = 0; i < kBlock / W; ++i) part[i] = load(x + b * kBlock + i * W);
+        float scale;
+        const Floats inverse = block_scale(part, kMost, scale);
         int32_t sums[2] = {0, 0};  // of either half
         for (int i = 0; i < kBlock / W; ++i) {
             sums[i * W / (kBlock / 2)] += store_whole(blocks[b].bytes, i * W, nearest(mul(part[i], inverse)));
         }
         const int32_t sum = sums[0] + sums[1];
-        const float scale = finite ? most / kMost : NAN;
         factors[b * stride] = {scale, scale * float(sum), -128 * sum, {scale * float(sums[0]), scale * float(sums[1])}};
     }
 }

@@ -134,6 +134,13 @@ inline void add_products(Sum& s, const Weights& w, const int8_t* block, int grou
 }
 template <bool kIsSigned>
 inline Floats end_sum(const Sum& s, int32_t) { return _mm256_cvtepi32_ps(s.v); }
+// Activations of 8 bits lie in blocks as those of 16 do, and have the same products.
+using ByteSum = Sum;
+inline ByteSum begin_bytes() { return begin_sum(); }
+inline void add_byte_products(ByteSum& s, const Weights& w, const int8_t* block, int group) {
+    add_products(s, w, block, group);
+}
+inline Floats end_bytes(const ByteSum& s, int32_t offset) { return end_sum<true>(s, offset); }
 
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

@@ -115,6 +115,15 @@ inline void add_products(Sum& s, Weights w, const int8_t* block, int group) {
     add_four(s.high, w, block + 4 * group);
     add_four(s.low, w, block + 32 + 4 * group);
 }
+// Activations of 8 bits are the low bytes of a block; their high bytes are 0.
+using ByteSum = __m512i;
+inline ByteSum begin_bytes() { return _mm512_setzero_si512(); }
+inline void add_byte_products(ByteSum& s, Weights w, const int8_t* block, int group) {
+    add_four(s, w, block + 32 + 4 * group);
+}
+inline Floats end_bytes(const ByteSum& s, int32_t offset) {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(s, _mm512_set1_epi32(offset)));
+}
 template <bool kIsSigned>
 inline Floats end_sum(const Sum& s, int32_t offset) {
     const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(s.high, 8), s.low);

@@ -115,6 +115,13 @@ inline void add_products(Sum& s, const Weights& w, const int8_t* block, int grou
 }
 template <bool kIsSigned>
 inline Floats end_sum(const Sum& s, int32_t) { Floats r; LANES r.v[i] = float(s.v[i]); return r; }  // the number: `Factors`
+// Activations of 8 bits lie in blocks as those of 16 do, and have the same products.
+using ByteSum = Sum;
+inline ByteSum begin_bytes() { return begin_sum(); }
+inline void add_byte_products(ByteSum& s, const Weights& w, const int8_t* block, int group) {
+    add_products(s, w, block, group);
+}
+inline Floats end_bytes(const ByteSum& s, int32_t offset) { return end_sum<true>(s, offset); }
 
 // Random bits of W token ids from `first` on, as floats (31 bits, not negative).
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {

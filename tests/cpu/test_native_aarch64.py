@@ -17,7 +17,7 @@ import torch
 from quire.kernels.formats.gguf_blocks import FORMATS
 from quire.kernels.formats.random_blocks import random_blocks
 from quire.kernels.native.building import SOURCES, build
-from quire.kernels.native.library import FLOAT_FORMS, FORMS
+from quire.kernels.native.library import BYTE_FORMS, FLOAT_FORMS, FORMS
 
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 ROOT = "/usr/aarch64-linux-gnu"
@@ -55,6 +55,10 @@ def test_products_are_those_of_the_portable_code(driver: list[str], tmp_path: Pa
     if form in FLOAT_FORMS:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[form]
         weights = torch.randn(ROWS * COLUMNS, generator=generator).to(dtype).view(torch.uint8)
+    elif form in BYTE_FORMS:
+        numbers = torch.randint(-127, 128, (ROWS, COLUMNS), generator=generator, dtype=torch.int8)
+        scales = torch.rand(ROWS, 1, generator=generator)
+        weights = torch.cat((numbers.view(torch.uint8), scales.view(torch.uint8)), 1).view(-1)
     else:
         weights = random_blocks(form, ROWS * COLUMNS // FORMATS[form].elements, generator)
     for tokens in (1, 2, 11):

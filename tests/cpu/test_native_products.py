@@ -12,11 +12,13 @@ from torch import Tensor
 
 from quire.kernels.formats.gguf_blocks import FORMATS, dequantize
 from quire.kernels.formats.random_blocks import random_blocks
-from quire.kernels.native.library import FLOAT_FORMS, FORMS, Native, unit_columns
+from quire.kernels.native.library import BYTE_FORMS, FLOAT_FORMS, Native, unit_columns
+from quire.kernels.native.library import FORMS as ALL_FORMS
 from quire.kernels.native.matrix import PackedLinear, PackedMatrix, pack_blocks, pack_floats
 from quire.kernels.reference import small_ops as reference
 
 SEED = int(os.environ.get("TEST_SEED", "5"))
+FORMS = tuple(form for form in ALL_FORMS if form not in BYTE_FORMS)  # `test_native_w8a8` has the others
 BLOCKS = tuple(form for form in FORMS if form not in FLOAT_FORMS)
 ENCODED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # what `gguf` writes
 

@@ -35,6 +35,7 @@ FORMS = {  # GGUF types with kernels
     "W8A8": 16,  # no type of GGUF: 8-bit weights with a scale per row, times 8-bit activations in blocks
 }
 FLOAT_FORMS = ("F32", "F16", "BF16")  # without blocks
+BYTE_FORMS = ("W8A8",)  # whose products round activations to 8 bits, not to 16
 K_BLOCK = 256  # columns of a block of a K type
 ACTIVATIONS = {
     "silu": 0,

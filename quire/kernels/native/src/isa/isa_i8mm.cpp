@@ -22,7 +22,7 @@ namespace quire {
 
 const Kernels* i8mm_kernels() {
     static const Kernels kernels = {"i8mm", W, norm, layer_norm, add_scaled, activate,
-                                    quantize, turn, product, write_entry, attend, merge, choose, recur};
+                                    quantize, quantize_bytes, turn, product, write_entry, attend, merge, choose, recur};
     return &kernels;
 }
 

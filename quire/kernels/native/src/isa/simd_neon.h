@@ -155,6 +155,14 @@ inline Floats end_sum(const Sum& s, int32_t) { return vcvtq_f32_s32(vaddq_s32(vs
 
 #endif
 
+// Activations of 8 bits are the low bytes of a block; their high bytes are 0.
+using ByteSum = int32x4_t;
+inline ByteSum begin_bytes() { return vdupq_n_s32(0); }
+inline void add_byte_products(ByteSum& s, Weights w, const int8_t* block, int group) {
+    s = vdotq_lane_s32(s, w, vld1_s8(block + 8 * group), 1);
+}
+inline Floats end_bytes(const ByteSum& s, int32_t) { return vcvtq_f32_s32(s); }
+
 inline Floats noise_bits(uint32_t first, uint32_t whiten, uint32_t multiply) {
     const uint32_t start[W] = {first, first + 1, first + 2, first + 3};
     uint32x4_t x = vmulq_u32(vld1q_u32(start), vdupq_n_u32(0x9E3779B1u));

@@ -186,7 +186,8 @@ def test_generation_with_evictions_and_prefix_hits(tmp_path: Path, kernels: str)
         open_or_skip("portable")  # else torch runs, whose numbers depend on company
         start = partial(start, kv_dtype_skip="0", deterministic=True, preemption="swap")
     else:
-        start = partial(start, max_rows=1)  # torch's numbers depend on a token's company
+        # Torch's numbers depend on a token's company, and rounding makes whole steps of last bits.
+        start = partial(start, max_rows=1, prefix_cache=False)
     found = [[output.token_ids for output in start(num_pages=pages).generate(prompts, params)] for pages in (None, 24)]
     assert found[0] == found[1]
 

@@ -207,7 +207,7 @@ class ServerConfig:
 
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 is reachable from the network, so set an API key")
     uds: str | None = knob(None, "Unix socket to listen on instead of an address", unit="path")
-    root_path: str = knob("", "path below which a proxy shows this server, such as /llm")
+    root_path: str | None = knob(None, "path below which a proxy shows this server, such as /llm")
     tls_cert: str | None = knob(None, "TLS certificate chain (PEM) of the server", unit="path")
     tls_key: str | None = knob(None, "private key of the TLS certificate (default: in the same file)", unit="path")
     port: int = knob(8000, "port to listen on (0: any free port)", low=0, high=65535)

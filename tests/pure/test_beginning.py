@@ -69,7 +69,7 @@ def test_a_driver_that_can_not_is_asked_no_more(fails: str, driver: Driver, monk
     monkeypatch.setattr(driver, "_fails", fails)
     end = threading.Event()
     end.set()
-    beginning._hold_gpu(end)
+    beginning._hold_gpu(end, 0)
     assert driver.asked[-1] == fails
 
 

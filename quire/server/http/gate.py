@@ -58,7 +58,7 @@ class Gate:
         self._origins = {origin for origin in origins if origin}
         settings = server.config.server
         self.names = HostNames(settings.host, settings.allowed_hosts, not server.keys, self._origins)
-        self._root_path = settings.root_path.rstrip("/")
+        self._root_path = (settings.root_path or "").rstrip("/")
         self.pace = BodyPace(settings.body_timeout, settings.min_body_rate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -303,7 +303,8 @@ def _check_exchanged(model: Any, model_type: str) -> None:
     """Raises an error for a model without experts, or with experts that can't be shared out whole."""
     mixtures = [module for module in model.modules() if isinstance(module, Experts)]
     if not mixtures:
-        raise QuireError("unsupported_split", f"A {model_type} model has no experts.", "Use tensor parallelism.", param="ep")
+        what = f"A {model_type} model has no experts."
+        raise QuireError("unsupported_split", what, "Use tensor parallelism.", param="ep")
     exchanged = {id(module.experts) for module in model.modules() if isinstance(module, MoE)}
     if any(id(experts) not in exchanged for experts in mixtures):
         what = f"The experts of {model_type} models can't be shared out whole."

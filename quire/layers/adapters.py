@@ -7,7 +7,8 @@ the `Route` of the step that runs: which tokens use which slot. `LinearAdapters`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,14 +127,11 @@ class AdapterPool:
     """The adapters in the slots of one device, and the route of the step that runs."""
 
     slots: list[Adapter | None]
+    packed: list[Any]  # the same adapters as the native stack has them; None: it has none
     route: Route | None = None  # None: no token of the step uses an adapter
-    version: int = 0  # counts changes of slots
-    changed: set[int] = field(default_factory=set)  # slots that changed since the native hook was built
 
-    def put(self, slot: int, adapter: Adapter) -> None:
-        self.slots[slot] = adapter
-        self.version += 1
-        self.changed.add(slot)
+    def put(self, slot: int, adapter: Adapter, packed: Any) -> None:
+        self.slots[slot], self.packed[slot] = adapter, packed
 
     def updates(self, slot: int, place: int) -> Sequence[LowRank | Replaced]:
         adapter = self.slots[slot]
@@ -169,20 +167,6 @@ class LinearAdapters:
                     out[group.tokens, update.start : update.stop] += delta
                 else:
                     out[:, update.start : update.stop].index_add_(0, group.tokens, delta)
-
-    def add_rows(self, out: Tensor, x: Tensor, slots: np.ndarray, first: int, last: int) -> None:
-        """Adds the updates of rows `first` to `last` of the weight to their part of a product, out [tokens, last -
-        first]. slots [tokens]: those of the product's tokens."""
-        for group in _group(slots, x.device):
-            for update in self.pool.updates(group.slot, self.place):
-                start, stop = max(update.start, first), min(update.stop, last)
-                if start >= stop:
-                    continue
-                rows, inside = x[group.tokens], slice(start - update.start, stop - update.start)
-                if isinstance(update, Replaced):
-                    out[group.tokens, start - first : stop - first] = rows @ update.weight[inside].t()
-                else:
-                    out[group.tokens, start - first : stop - first] += (rows @ update.a.t()) @ update.b[inside].t()
 
     def look_up(self, vectors: Tensor, tokens: Tensor) -> Tensor:
         """Returns the vectors of tokens with the updates of an embedding. tokens [n], vectors [n, width]"""

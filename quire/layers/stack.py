@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quire.kernels.table import Ops
-from quire.layers.adapters import Route
+from quire.layers.adapters import Adapter, AdapterPool, LowRank, Route
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
@@ -26,6 +27,7 @@ from quire.layers.step import PagedInputs, Step
 from quire.types import CacheSpec
 
 if TYPE_CHECKING:
+    from quire.kernels.native.adapters import PackedAdapter
     from quire.kernels.native.hooks import Hook
     from quire.kernels.native.library import Native
     from quire.kernels.native.matrix import PackedLinear
@@ -214,15 +216,26 @@ def list_products(layers: Sequence[Any]) -> Products:
     return found
 
 
-def make_adapter_hook(products: Products, route: Route) -> Hook:
+def pack_adapter(native: Native, adapter: Adapter, products: Products, num_layers: int) -> PackedAdapter:
+    """Returns an adapter's updates of a stack's products, packed: in half precision beside quantized weights."""
+    from quire.kernels.native.adapters import PackedAdapter, ProductUpdate
+
+    found = []
+    is_float = True
+    for (layer, product), (linear, start, stop) in products.items():
+        place = linear.adapters
+        updates = () if place is None else adapter.updates.get(place.place, ())
+        for update in updates:
+            first, last = max(update.start, start), min(update.stop, stop)
+            if isinstance(update, LowRank) and first < last:
+                b = update.b[first - update.start : last - update.start]
+                found.append(ProductUpdate(layer, product, first - start, update.a, b))
+        is_float = is_float and all(part.form == "F32" for part in linear.packed.parts)  # type: ignore[union-attr]
+    return PackedAdapter(native, "F32" if is_float else "F16", num_layers, found)
+
+
+def make_adapter_hook(native: Native, pool: AdapterPool, route: Route) -> Hook:
     """Returns the hook that adds the adapters of a step beside the stack's products."""
-    from quire.kernels.native.hooks import HookedProduct, PythonAdapters
+    from quire.kernels.native.adapters import LoraHook
 
-    def add(at: HookedProduct) -> None:
-        linear, start, stop = products.get((at.layer, at.product), (None, 0, 0))
-        if linear is None or linear.adapters is None or not linear.adapters.is_used:
-            return
-        slots = route.slots if at.tokens is None else route.slots[at.tokens.numpy()]
-        linear.adapters.add_rows(at.out, at.x, slots, start, stop)
-
-    return PythonAdapters(add)
+    return LoraHook(native, pool.packed, route.slots.astype(np.int32))

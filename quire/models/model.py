@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from quire.kernels.table import Ops
+from quire.layers.adapters import Adapter
 from quire.layers.build import Build
 from quire.layers.step import Step
 from quire.models.stages import Stage
@@ -53,6 +54,10 @@ class Model(Protocol):
     def num_tapped_layers(self) -> int:
         """Returns how many layers `Step.taps` may name the hidden states of; 0: the model gives none."""
         return 0
+
+    def pack_adapter(self, adapter: Adapter) -> Any:
+        """Returns an adapter in the form of the model's one native call; None: the model has none."""
+        return None
 
     def head_form(self) -> HeadForm | None:
         """Returns how the family publishes a head for multi-token prediction; None: it does not. A checkpoint need not

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from quire.files.adapters import AdapterFiles
 from quire.layers.adapters import Adapter, AdapterPool, LowRank, Replaced, Route
 from quire.models.adapters.load import load_adapter
 from quire.models.adapters.places import Places
+from quire.models.model import Model
 from quire.runtime.rows import list_step
 from quire.types import AdapterLoad, Plan, QuireError
 
@@ -26,14 +28,22 @@ class DeviceAdapters:
     """Adapters by digest, their slots, and the slot of each row."""
 
     def __init__(
-        self, places: Places, num_slots: int, num_rows: int, device: torch.device, dtype: torch.dtype, max_rank: int
+        self,
+        model: Model,
+        places: Places,
+        num_slots: int,
+        num_rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_rank: int,
     ):
-        self.pool = AdapterPool([None] * num_slots)
+        self.pool = AdapterPool([None] * num_slots, [None] * num_slots)
+        self._model: Model | None = model
         self._places = places
         self._device = device
         self._dtype = dtype
         self._max_rank = max_rank
-        self._host: dict[str, Adapter] = {}
+        self._host: dict[str, tuple[Adapter, Any]] = {}  # with its packed form
         self._row_slots = np.full(num_rows + 1, -1, np.int64)
         self._lock = threading.Lock()
         self._is_attached = False
@@ -45,10 +55,14 @@ class DeviceAdapters:
         with self._lock:
             known = self._host.get(files.digest)
         if known is not None:
-            return known
+            return known[0]
         adapter = load_adapter(files, self._places, dtype=self._dtype, max_rank=self._max_rank)
+        if not self._is_attached:  # weights look for adapters only once there is one
+            self._places.attach(self.pool)
+            self._is_attached = True
+        packed = None if self._model is None else self._model.pack_adapter(adapter)
         with self._lock:
-            return self._host.setdefault(files.digest, adapter)
+            return self._host.setdefault(files.digest, (adapter, packed))[0]
 
     def forget(self, digest: str) -> None:
         """Drops an adapter that no request uses. Its slot keeps it until another one takes its place."""
@@ -58,12 +72,18 @@ class DeviceAdapters:
     def leave_model(self) -> None:
         """Lets go of the model whose memory is to be freed."""
         self._places.release()
+        self._model = None
 
-    def move_to(self, places: Places) -> None:
+    def move_to(self, model: Model, places: Places) -> None:
         """Serves the same adapters beside another model of the same layout."""
-        self._places = places
+        self._model, self._places = model, places
         if self._is_attached:
             places.attach(self.pool)
+        with self._lock:
+            self._host = {digest: (one, model.pack_adapter(one)) for digest, (one, _) in self._host.items()}
+        for slot, adapter in enumerate(self.pool.slots):
+            if adapter is not None and adapter.digest in self._host:
+                self.pool.put(slot, adapter, self._host[adapter.digest][1])
 
     # -- device -------------------------------------------------------------------------------------------------------
 
@@ -78,14 +98,12 @@ class DeviceAdapters:
 
     def _put(self, load: AdapterLoad) -> None:
         with self._lock:
-            adapter = self._host.get(load.adapter)
-        if adapter is None:
+            found = self._host.get(load.adapter)
+        if found is None:
             what = f"The adapter {load.adapter[:16]} is not in memory."
             raise QuireError("unknown_adapter", what, "Load it again.")
-        if not self._is_attached:  # weights look for adapters only once there is one
-            self._places.attach(self.pool)
-            self._is_attached = True
-        self.pool.put(load.slot, _moved(adapter, self._device))
+        adapter, packed = found
+        self.pool.put(load.slot, _moved(adapter, self._device), packed)
 
     def route(self, plan: Plan) -> Route | None:
         """Returns which tokens of the step use which slot; None: all use the base model."""

@@ -111,7 +111,7 @@ class Runner:
         if model is not None:
             self.store.restore()
             if self.adapters is not None and places is not None:
-                self.adapters.move_to(places)
+                self.adapters.move_to(model, places)
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Forward:

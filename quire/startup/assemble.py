@@ -387,7 +387,7 @@ def _device_adapters(
     if places is None or not slots or config.engine.deterministic or config.parallel.tp > 1:
         return None
     dtype = torch.float32 if device.type == "cpu" else _logits_dtype(model)
-    return DeviceAdapters(places, slots, num_rows, device, dtype, config.adapters.max_adapter_rank)
+    return DeviceAdapters(model, places, slots, num_rows, device, dtype, config.adapters.max_adapter_rank)
 
 
 def _grammar_queue(tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], vocab_size: int) -> GrammarQueue | None:

@@ -286,6 +286,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             _ADDRESS,
         ),
     ),
+    "quire_lora": (c_int32, (_ADDRESS, _ADDRESS)),
     "quire_stack": (c_int32, (c_void_p, POINTER(StackDesc), POINTER(StepDesc), _ADDRESS)),
     "quire_experts": (
         c_int32,

@@ -44,7 +44,11 @@ def load_adapter(files: AdapterFiles, places: Places, *, dtype: torch.dtype, max
         largest = max(largest, rank)
         updates.setdefault(place.number, []).append(_low_rank(name, pair, place, tensors.scales[name], dtype))
     for name, weight in tensors.saved.items():
-        place = _find(places, name, places.embedding(name) is not None, files)
+        is_embedding = places.embedding(name) is not None
+        if not is_embedding and name.rpartition(".")[2] != "lm_head":
+            what = f"{files.path} saves the whole of {name}; only embeddings and heads can be replaced."
+            raise QuireError("unsupported_adapter", what, "Train it with LoRA there, or merge it.", "adapter")
+        place = _find(places, name, is_embedding, files)
         if tuple(weight.shape) != place.shape:
             raise _other_base(files, f"{name} is {list(weight.shape)} where the model has {list(place.shape)}")
         new = place.bring(weight.float(), name).to(dtype).contiguous()

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "experts.h"
+#include "lora.h"
 #include "mixture.h"
 #include "pack.h"
 #include "recurrent.h"
@@ -140,6 +141,11 @@ void quire_silu_mul(Context* context, const float* gate_up, int64_t rows, int64_
 int32_t quire_linear(Context* context, const LinearDesc* linear, const float* x, int64_t num_tokens, const float* norm,
                      float eps, int32_t silu, const float* residual, float* out, const AdaptersDesc* adapters) {
     return attempt([&] { run_linear(*context, *linear, x, num_tokens, norm, eps, silu != 0, residual, out, adapters); });
+}
+
+// The hook of LoRA adapters; `argument` is a LoraDesc.
+int32_t quire_lora(void* argument, const ProductDesc* product) {
+    return attempt([&] { run_lora(*static_cast<const LoraDesc*>(argument), *product); });
 }
 
 // `k` and `v`: a layer's planes. Where the step's group has a packed form, `k` is its entries and `v` is not read.

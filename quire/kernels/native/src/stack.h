@@ -6,6 +6,7 @@
 
 #include <mutex>
 #include <new>
+#include <vector>
 
 #include "hooks.h"
 #include "layout.h"
@@ -95,6 +96,15 @@ class Buffer {
     size_t size_ = 0;
 };
 
+struct LoraEntry;
+
+struct LoraJob {  // one matrix pair of an adapter and neighbouring rows that use it
+    const LoraEntry* entry;
+    int64_t row, count;
+    int64_t first_tile;  // of the second matrix, among the tiles of all jobs
+    float* inner;        // [count, rank]
+};
+
 // The kernels, threads and working memory of a call. Only one call may run at a time.
 struct Context {
     Context(const Kernels* chosen, int num_threads) : kernels(chosen), pool(num_threads) {}
@@ -103,7 +113,8 @@ struct Context {
     std::mutex busy;
     Buffer floats, blocks, factors, scratch, stream, qkv, attended, inner, branch, cos, sin, units, last_units, pieces,
         parts, convolved, heads, places, jobs,
-        shares, expert_inner, normed, logits, chosen, weights, ranks, routed, bytes, byte_factors;
+        shares, expert_inner, normed, logits, chosen, weights, ranks, routed, bytes, byte_factors, lora_inner;
+    std::vector<LoraJob> lora_jobs;
 };
 
 void run_linear(Context& context, const LinearDesc& linear, const float* x, int64_t num_tokens, const float* norm,

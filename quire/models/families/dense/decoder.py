@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from quire.kernels.angles import Angles
+from quire.layers.adapters import Adapter
 from quire.layers.attention import (
     Attention,
     AttentionPlan,
@@ -34,6 +35,7 @@ from quire.layers.stack import (
     list_products,
     make_adapter_hook,
     make_stack,
+    pack_adapter,
     plan_layer,
     run_stack,
     splits_in_stack,
@@ -47,6 +49,7 @@ from quire.models.stages import WHOLE, Stage, keep_layers
 from quire.types import CacheSpec
 
 if TYPE_CHECKING:
+    from quire.kernels.native.adapters import PackedAdapter
     from quire.kernels.native.stack import Stack
 
 # Builds the module in place of a layer's feed-forward block from the layer's index, the norm before the block and the
@@ -184,7 +187,7 @@ class DenseModel(nn.Module, Model):
             pool, hook = step.adapters, None
             looks_up = self.communicator.size > 1 and step.stream is None
             if pool is not None and pool.route is not None:
-                hook = make_adapter_hook(self.stack_products, pool.route)
+                hook = make_adapter_hook(self.stack.native, pool, pool.route)
                 looks_up = looks_up or (self.embedding.adapters is not None and self.embedding.adapters.is_used)
             vectors = self.embedding(step.tokens) if looks_up else step.stream
             return run_stack(self.stack, step, self.specs, caches, vectors, hook)
@@ -291,6 +294,11 @@ class DenseModel(nn.Module, Model):
     def stack_products(self) -> Products:
         """The linear layers behind the stack's products, for adapters."""
         return list_products(list(self.layers))
+
+    def pack_adapter(self, adapter: Adapter) -> PackedAdapter | None:
+        if self.stack is None:
+            return None
+        return pack_adapter(self.stack.native, adapter, self.stack_products, len(self.layers))
 
     def runs_as_one_call(self) -> bool:
         """Returns whether the native library runs all layers in one call. Mixtures qualify if their experts are in

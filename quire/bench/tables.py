@@ -148,6 +148,17 @@ def _batch(console: Console, report: Report) -> None:
     _environment(console, report)
 
 
+def _adapters(console: Console, report: Report) -> None:
+    base = report["median_tps"]["base"]
+    named = {"base": "base model", "none": "no adapter, beside loaded ones", "adapters": "over the adapters"}
+    rows = [(named[side], format_rate(rate), f"{rate / base:.2f}") for side, rate in report["median_tps"].items()]
+    title = f"{report['model']}: {report['streams']} streams, {report['adapters']} adapters of rank {report['rank']}"
+    print_table(console, title, ("", "out tok/s", "of the base"), rows)
+    gaps = [(name, *format_latencies(values)) for name, values in report["gap_s"].items()]
+    print_table(console, "Time between steps", ("", *SHARES), gaps)
+    _environment(console, report)
+
+
 def _tiers(console: Console, report: Report) -> None:
     rows = [
         (f"{one['tokens']} tokens", *(format_seconds(one[name]) for name in ("cold", "device", "host", "disk")))
@@ -301,6 +312,7 @@ _DRAW = {
     "offline": _offline,
     "batch": _batch,
     "tiers": _tiers,
+    "adapters": _adapters,
     "latency": _latency,
     "start": _start,
     "gap": _gap,

@@ -285,6 +285,21 @@ def _tiers(args: Namespace, open_llm: OpenLLM) -> Report:
     return bench_tiers(lambda knobs: open_llm(override_config(config, knobs)), work)
 
 
+def _adapters(args: Namespace, open_llm: OpenLLM) -> Report:
+    from quire.bench.adapters import bench_adapters
+
+    config = _plain_config(args)
+    return bench_adapters(
+        lambda knobs: open_llm(override_config(config, knobs)),
+        streams=args.streams,
+        adapters=args.adapters,
+        rank=args.rank,
+        output_len=args.output_len,
+        rounds=args.rounds,
+        seed=args.seed,
+    )
+
+
 _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "offline": _offline,
     "batch": _batch,
@@ -302,4 +317,5 @@ _MEASURE: dict[str, Callable[[Namespace, OpenLLM], Report]] = {
     "speculation": run_speculation,
     "agent": run_agent,
     "tiers": _tiers,
+    "adapters": _adapters,
 }

@@ -7,7 +7,7 @@ thread; everything else on the engine's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -68,6 +68,9 @@ class DeviceAdapters:
         """Drops an adapter that no request uses. Its slot keeps it until another one takes its place."""
         with self._lock:
             self._host.pop(digest, None)
+
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        return self._places.shapes()
 
     def leave_model(self) -> None:
         """Lets go of the model whose memory is to be freed."""

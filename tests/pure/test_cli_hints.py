@@ -20,7 +20,7 @@ COMMAND = re.compile(r"\bquire (?P<name>[a-z]+)(?P<rest>[^`;,.:]*)")
 FOREIGN = re.compile(r"\bpip install [^`,]*")  # flags of another program
 OPENS_MODELS = ("run", "chat", "serve", "doctor", "bench offline", "bench batch", "bench latency", "bench start",
                 "bench gap", "bench growth", "bench compare-llama-cpp", "bench quality",
-                "bench speculation", "bench tiers")  # fmt: skip
+                "bench speculation", "bench tiers", "bench adapters")  # fmt: skip
 BENCH = {  # file or folder of `quire/bench` -> its benchmark; the others serve all that open a model
     "bench/agent": "agent",
     "bench/online/compare.py": "compare",

@@ -141,6 +141,21 @@ def _gap(benchmarks: Any) -> None:
     add_common_flags(parser)
 
 
+def _adapters(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "adapters",
+        help="the cost of LoRA adapters",
+        description="Answer prompts with and without adapters, turn about, and load adapters while requests decode.",
+    )
+    add_count_flag(parser, "--streams", 16, "requests at once")
+    add_count_flag(parser, "--adapters", 8, "adapters that these are spread over")
+    add_count_flag(parser, "--rank", 16, "rank of each adapter")
+    add_count_flag(parser, "--output-len", 64, "tokens")
+    add_count_flag(parser, "--rounds", 5, "rounds of all sides")
+    add_seed_flag(parser)
+    add_common_flags(parser)
+
+
 def _growth(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "growth",
@@ -213,6 +228,7 @@ FLAGS: tuple[Callable[[Any], None], ...] = (
     _start,
     _gap,
     _growth,
+    _adapters,
     _scheduler,
     _kernels,
     _llama_cpp,

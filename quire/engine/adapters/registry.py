@@ -6,7 +6,7 @@ weights. An adapter that is to be removed while requests use it leaves with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,10 @@ class AdapterHost(Protocol):
 
     def forget(self, digest: str) -> None: ...
 
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        """Return rows and columns of every linear layer that an adapter can change, by name."""
+        ...
+
 
 class NoAdapters:
     """The host of an engine that can't have adapters."""
@@ -36,6 +40,9 @@ class NoAdapters:
 
     def forget(self, digest: str) -> None:
         pass
+
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        return {}
 
 
 class EngineAdapters:
@@ -51,6 +58,10 @@ class EngineAdapters:
     def read(self, files: AdapterFiles) -> None:
         """Read an adapter's weights. May take long; any thread."""
         self._host.load(files)
+
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        """Return rows and columns of every linear layer that an adapter can change, by name."""
+        return self._host.shapes()
 
     def register(self, digest: str) -> None:
         """Accept requests with an adapter whose weights were read."""

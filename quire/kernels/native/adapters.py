@@ -1,7 +1,7 @@
 """LoRA adapters for the native stack: their matrices packed like weights, and the hook that applies them.
 
-`layers.stack` packs an adapter when it is loaded, and makes a hook for each step that uses one. `src/lora.h` has the
-structs.
+`layers.stack` packs an adapter when it is loaded, and makes a hook for each step that uses one. The structs are those
+of `src/adapters/lora.h`.
 """
 
 from __future__ import annotations

@@ -83,6 +83,11 @@ class Places:
         """Whether the model has no weight that adapters can change."""
         return not self._linears
 
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Returns rows and columns of every linear layer but the head, by name."""
+        tied = self._embeddings.keys() | {"lm_head"}
+        return {name: place.shape for name, place in self._linears.items() if name not in tied}
+
     def release(self) -> None:
         """Lets go of the model, so that its memory can be freed. Names and shapes stay."""
         self.modules = []

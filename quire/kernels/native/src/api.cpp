@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "experts.h"
-#include "lora.h"
+#include "adapters/lora.h"
 #include "mixture.h"
 #include "pack.h"
 #include "recurrent.h"

@@ -1,4 +1,4 @@
-#include "lora.h"
+#include "adapters/lora.h"
 
 #include <algorithm>
 

@@ -14,6 +14,13 @@ int32_t slot_of(const LoraDesc& lora, const ProductDesc& p, int64_t row) {
     return lora.token_slots[p.tokens ? p.tokens[row] : row];
 }
 
+Inputs floats_alone(const float* x, int64_t count) {  // all that products with matrices of floats read
+    Inputs in = {};
+    in.x = x;
+    in.num_tokens = count;
+    return in;
+}
+
 }  // namespace
 
 void run_lora(const LoraDesc& lora, const ProductDesc& p) {
@@ -48,7 +55,7 @@ void run_lora(const LoraDesc& lora, const ProductDesc& p) {
         for (int64_t i = first; i < stop; ++i) {
             const LoraJob& job = jobs[size_t(i)];
             const Matrix& a = job.entry->a;
-            const Inputs in = {p.x + job.row * p.columns, nullptr, nullptr, job.count};
+            const Inputs in = floats_alone(p.x + job.row * p.columns, job.count);
             c.kernels->product(a, 0, num_tiles(a), in, job.count, {job.inner, a.rows, nullptr, nullptr});
         }
     });
@@ -59,7 +66,7 @@ void run_lora(const LoraDesc& lora, const ProductDesc& p) {
             const int64_t to = std::min(stop - job.first_tile, num_tiles(b));
             if (from >= to) continue;
             float* out = p.out + job.row * p.stride + job.entry->first;
-            const Inputs in = {job.inner, nullptr, nullptr, job.count};
+            const Inputs in = floats_alone(job.inner, job.count);
             c.kernels->product(b, from, to, in, job.count, {out, p.stride, nullptr, out});
         }
     });

@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**TINY),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **TINY, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+        **TINY, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
     ),
     "lfm2": lambda: transformers.Lfm2Config(**TINY, full_attn_idxs=[1], block_multiple_of=32),
 }

@@ -58,7 +58,10 @@ def check_operation(operation: Any, mode: GenerationMode, session: requests.Sess
         assert reply.headers["x-request-id"], shown
         assert reply.content, "never an empty reply"
         if reply.status_code >= 400:
-            error = reply.json()["error"]
+            body = reply.json()
+            error = body["error"]
+            if isinstance(error, str):  # Ollama's shape
+                error = {"message": error, "code": body["code"]}
             assert error["message"] and error["code"] and "Traceback" not in reply.text, shown
 
     with suppress(Unsatisfiable):  # of some operations every input is valid

@@ -195,6 +195,9 @@ class ParallelConfig:
     tp: int = knob(1, "tensor-parallel ranks: processes that share every layer", low=1, high=64)
     pp: int = knob(1, "pipeline stages: processes that each have some of the layers", low=1, high=64)
     ep: int = knob(1, "ranks that have whole experts; they share the other parts of every layer", low=1, high=64)
+    topology: str | None = knob(
+        None, "machines that have a pipeline stage each, in TOML; the others run quire node", unit="path"
+    )
     spare_rank: bool = knob(
         True, "keep a process that has imported torch, which replaces a lost rank sooner (some 200 MiB)"
     )

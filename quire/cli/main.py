@@ -26,6 +26,7 @@ COMMANDS = {
     "pull": "fetch a model",
     "cache": "look after a folder that keeps KV cache",
     "quantize": "write a model in fewer bits",
+    "node": "start ranks for an engine on another machine",
     "bench": "measure speed",
     "chaos": "inject faults into a server and check that no token is lost",
     "doctor": "show what this machine has and what is missing",

@@ -8,6 +8,7 @@ link), and nothing is lost or doubled. Both ends prove that they know the group'
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -33,6 +34,7 @@ DTYPES = (torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat
 CONFIRM = 255  # in place of a dtype: the other end has all messages before this number
 MAX_BYTES = 1 << 30
 RETRY_SECONDS = 0.1  # between attempts to connect
+BIND_SECONDS = 10.0
 BEAT_SECONDS = 0.5  # of silence after which an end says that it is alive, and a link is cut after four of these
 LOOK_SECONDS = 0.1  # between looks at `is_cancelled` while a message is awaited
 
@@ -49,9 +51,22 @@ def listen(address: str) -> socket.socket:
         server = socket.socket()
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         host, _, port = place.rpartition(":")
-        server.bind((host, int(port)))
+        _bind(server, (host, int(port)))
     server.listen(64)
     return server
+
+
+def _bind(server: socket.socket, address: tuple[str, int]) -> None:
+    """Binds to an address, which a process that is being replaced may hold for a moment."""
+    deadline = time.monotonic() + BIND_SECONDS
+    while True:
+        try:
+            server.bind(address)
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_SECONDS)
 
 
 def connect(address: str, seconds: float) -> socket.socket:
@@ -129,18 +144,20 @@ class SocketPipe:
         self,
         stage: int,
         count: int,
-        server: socket.socket,
+        servers: socket.socket | Sequence[socket.socket],
         secret: bytes,
         seconds: float,
         is_cancelled: Callable[[], bool] = lambda: False,
     ):
-        """`seconds`: deadline of receiving. `is_cancelled`: whether waiting has become useless."""
+        """`servers`: where other stages connect. `seconds`: deadline of receiving. `is_cancelled`: whether waiting
+        has become useless."""
         self._stage, self._count = stage, count
-        self._server, self._secret, self._seconds = server, secret, seconds
+        self._secret, self._seconds = secret, seconds
         self._is_cancelled = is_cancelled
         self._generation = -1
         self._peers: dict[int, _Peer] = {}
-        threading.Thread(target=self._accept, name="quire-pipes", daemon=True).start()
+        for server in [servers] if isinstance(servers, socket.socket) else servers:
+            threading.Thread(target=self._accept, args=(server,), name="quire-pipes", daemon=True).start()
 
     @property
     def stage(self) -> int:
@@ -190,10 +207,10 @@ class SocketPipe:
 
     # -- connections ------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _accept(self, server: socket.socket) -> None:
         while True:
             try:
-                raw, _ = self._server.accept()
+                raw, _ = server.accept()
             except OSError:
                 return
             threading.Thread(target=self._welcome, args=(raw,), name="quire-pipe", daemon=True).start()

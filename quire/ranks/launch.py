@@ -19,15 +19,20 @@ from quire.engine.host.step_messages import MARK
 from quire.engine.workers import DeviceLost
 from quire.parallel.mesh import Mesh
 from quire.parallel.shared_memory import GroupMemory, create_group_memory
+from quire.parallel.topology import Topology
 from quire.ranks import messages
 from quire.ranks.group import RankGroup
 from quire.ranks.messages import AgreedCache, FromRank, RankFailed, RankLoaded, RankReady, Regroup, StartRank
+from quire.ranks.remote_rank import RemoteProcess, connect_rank
 from quire.ranks.socket_links import FrameSocket, SocketRankConnection
 from quire.types import QuireError
 
 START_SECONDS = 600.0  # deadline of loading the model on all ranks
 ANSWER_SECONDS = 10.0  # for a rank to answer that it has joined a rebuilt group; it may be in the middle of a step
 END_SECONDS = 2.0  # time in which ranks should end by themselves before they are killed
+
+
+Process = subprocess.Popen[bytes] | RemoteProcess
 
 
 @dataclass(slots=True)
@@ -37,7 +42,7 @@ class _Rank:
     number: int
     stage: int
     index: int  # among the ranks that share its stage's layers
-    process: subprocess.Popen[bytes]
+    process: Process
     frames: FrameSocket
 
     def receive(self, deadline: float) -> FromRank:
@@ -58,10 +63,18 @@ class _Rank:
 class LocalRanks:
     """The ranks of one group, as processes of this machine. Implements what `RankGroup` needs to close them."""
 
-    def __init__(self, settings: Mapping[str, Any], mesh: Mesh, seconds: float, keeps_spare: bool = False):
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        mesh: Mesh,
+        seconds: float,
+        keeps_spare: bool = False,
+        topology: Topology | None = None,
+    ):
         """Starts the processes, which load the model, and waits until all have. `settings`: those of the engine;
         `seconds`: deadline of each operation of the group. `keeps_spare`: a process that has imported torch waits to
-        replace a lost rank."""
+        replace a lost rank. `topology`: the machine of each stage; the first is this one."""
+        self._topology = topology
         self._generation = 0  # how often the group was rebuilt
         self._agreed = AgreedCache(num_units=[], num_host_units=None)
         self._spare: tuple[subprocess.Popen[bytes], FrameSocket] | None = None
@@ -69,15 +82,16 @@ class LocalRanks:
         self._settings, self._mesh, self._seconds = dict(settings), mesh, seconds
         self._ranks: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="quire-ranks-")  # of this user only; holds the pipes' sockets
-        self._secret = os.urandom(32)
-        paths = [create_group_memory(mesh.tp) for _ in range(mesh.pp)]  # one for each stage
+        self._secret = os.urandom(32) if topology is None else topology.secret
+        self._memories: list[GroupMemory] = []
+        paths = self._make_memories()
         try:
-            self._memories = [GroupMemory(path) for path in paths]
-            self._ranks = [_Rank(number, *mesh.place(number), *_spawn()) for number in range(mesh.size)]
+            self._ranks = [_Rank(number, *mesh.place(number), *self._spawn(number)) for number in range(mesh.size)]
             for rank in self._ranks:
-                rank.frames.write(messages.encode(self._start_message(rank, paths[rank.stage])))
+                rank.frames.write(messages.encode(self._start_message(rank, paths)))
             deadline = time.monotonic() + START_SECONDS
             self.loaded = [_expect(rank.receive(deadline), RankLoaded) for rank in self._ranks]
+            self._check_digests()
         except BaseException:
             self.close()
             raise
@@ -85,13 +99,32 @@ class LocalRanks:
             for path in paths:
                 path.unlink()
 
-    def _start_message(self, rank: _Rank, memory: Path) -> StartRank:
-        pipes = {stage: [self._address(stage, rank.index)] for stage in range(self._mesh.pp)}
+    def _make_memories(self) -> list[Path]:
+        """Makes and maps the memory of each stage of this machine."""
+        paths = [create_group_memory(self._mesh.tp) for _ in range(self._mesh.pp if self._topology is None else 1)]
+        self._memories = [GroupMemory(path) for path in paths]
+        return paths
+
+    def _check_digests(self) -> None:
+        for rank, loaded in zip(self._ranks, self.loaded, strict=True):
+            if loaded.digest != self.loaded[0].digest:
+                what = f"Rank {rank.number} has other model files or another version of Quire than rank 0."
+                raise QuireError("rank_mismatch", what, "Install the same ones on all nodes.")
+
+    def _spawn(self, number: int) -> tuple[Process, FrameSocket]:
+        stage = self._mesh.place(number)[0]
+        if self._topology is None or stage == 0:
+            return _spawn()
+        raw = connect_rank(self._topology.nodes[stage], self._secret)
+        return RemoteProcess(raw), FrameSocket(raw)
+
+    def _start_message(self, rank: _Rank, paths: Sequence[Path]) -> StartRank:
+        pipes = {stage: self._addresses(stage, rank.index) for stage in range(self._mesh.pp)}
         return StartRank(
             settings=self._settings,
             rank=rank.index,
             size=self._mesh.tp,
-            memory=str(memory),
+            memory=_path_of(rank, paths),
             seconds=self._seconds,
             stage=rank.stage,
             stages=self._mesh.pp,
@@ -101,8 +134,10 @@ class LocalRanks:
             secret=self._secret,
         )
 
-    def _address(self, stage: int, index: int) -> str:
-        return f"unix:{self._folder.name}/{self._mesh.rank(stage, index)}"
+    def _addresses(self, stage: int, index: int) -> list[str]:
+        if self._topology is not None:
+            return self._topology.nodes[stage].pipes
+        return [f"unix:{self._folder.name}/{self._mesh.rank(stage, index)}"]
 
     def agree(self) -> MemoryPlan:
         """Lets all ranks allocate a cache of as many units as fit on each, and returns the first rank's plan of it."""
@@ -140,10 +175,9 @@ class LocalRanks:
         for memory in self._memories:
             for index in range(self._mesh.tp):
                 memory.end(index)  # whoever waits for a rank stops waiting
-        paths = [create_group_memory(self._mesh.tp) for _ in range(self._mesh.pp)]
+        paths = self._make_memories()
         try:
-            self._memories = [GroupMemory(path) for path in paths]
-            told = [rank for rank in self._ranks if self._tell(rank, paths[rank.stage])]
+            told = [rank for rank in self._ranks if self._tell(rank, _path_of(rank, paths))]
             started = [self._replace(rank, paths) for rank in self._ranks if rank not in told]
             deadline = time.monotonic() + min(self._seconds, ANSWER_SECONDS)
             silent = [rank for rank in told if not _is_ready(rank, deadline)]
@@ -160,12 +194,12 @@ class LocalRanks:
         self._start_spare()
         return self._connections()
 
-    def _tell(self, rank: _Rank, memory: Path) -> bool:
+    def _tell(self, rank: _Rank, memory: str) -> bool:
         """Tells a rank that the group is rebuilt. False: it has ended or is stopped."""
         if rank.process.poll() is not None or is_stopped(rank.process.pid):
             return False
         try:
-            rank.frames.write(messages.encode(Regroup(generation=self._generation, memory=str(memory))))
+            rank.frames.write(messages.encode(Regroup(generation=self._generation, memory=memory)))
         except OSError:
             return False
         return True
@@ -175,12 +209,14 @@ class LocalRanks:
         lost.process.kill()
         lost.process.wait()
         lost.frames.close()
-        spare, self._spare = self._spare, None
+        spare: tuple[Process, FrameSocket] | None = None
+        if self._topology is None or lost.stage == 0:
+            spare, self._spare = self._spare, None
         if spare is not None and spare[0].poll() is not None:
             spare = None
-        rank = _Rank(lost.number, lost.stage, lost.index, *(spare or _spawn()))
+        rank = _Rank(lost.number, lost.stage, lost.index, *(spare or self._spawn(lost.number)))
         self._ranks[rank.number] = rank
-        rank.frames.write(messages.encode(self._start_message(rank, paths[rank.stage])))
+        rank.frames.write(messages.encode(self._start_message(rank, paths)))
         return rank
 
     def _start_spare(self) -> None:
@@ -222,6 +258,8 @@ class LocalRanks:
     def _describe(self, number: int) -> str:
         """Returns where a rank is and which ranks are alive, as the end of a sentence."""
         rank = self._ranks[number]
+        if rank.stage >= len(self._memories):
+            return "(on another machine)"
         place = self._memories[rank.stage].position(rank.index)
         dead = [str(rank.number) for rank in self._ranks if rank.process.poll() is not None]
         others = f"; ended: rank {', '.join(dead)}" if dead else ""
@@ -248,6 +286,11 @@ def _spawn(*, is_spare: bool = False) -> tuple[subprocess.Popen[bytes], FrameSoc
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=environment
         )
     return process, FrameSocket(ours)
+
+
+def _path_of(rank: _Rank, paths: Sequence[Path]) -> str:
+    """Returns the path of the memory of a rank's stage; empty on another machine."""
+    return str(paths[rank.stage]) if rank.stage < len(paths) else ""
 
 
 def _is_ready(rank: _Rank, deadline: float) -> bool:

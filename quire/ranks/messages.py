@@ -22,7 +22,7 @@ class StartRank(msgspec.Struct, tag="start", kw_only=True):
     settings: dict[str, Any]
     rank: Rank  # index among those that share its layers
     size: Rank  # number of ranks that share its layers
-    memory: Text  # path of the shared memory of these
+    memory: Text  # path of the shared memory of these; empty: the rank is alone and makes its own
     seconds: float  # deadline of operations of the group
     stage: Rank = 0
     stages: Rank = 1
@@ -42,6 +42,7 @@ class RankLoaded(msgspec.Struct, tag="loaded", kw_only=True):
     dtype: Text
     weights: int  # bytes that this rank holds
     memory: MemoryPlan
+    digest: Text = ""  # of Quire's version and the model's files
 
 
 class AgreedCache(msgspec.Struct, tag="cache", kw_only=True):

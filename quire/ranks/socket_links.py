@@ -44,6 +44,16 @@ class FrameSocket:
         """Returns whether there is something to read, or the other end has closed, within this time."""
         return bool(select.select([self._raw], [], [], seconds)[0])
 
+    def interrupts(self) -> bool:
+        """Returns whether the next thing to read is no step: the other end has closed, or has rebuilt the group."""
+        if not self.wait(0):
+            return False
+        try:
+            seen = self._raw.recv(LENGTH.size + len(MARK), socket.MSG_PEEK)
+        except OSError:
+            return True
+        return not seen or (len(seen) > LENGTH.size and not MARK.startswith(seen[LENGTH.size :]))
+
     def close(self) -> None:
         self._raw.close()
 

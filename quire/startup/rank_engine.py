@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.cache.memory import MemoryPlan
 from quire.config import Config
@@ -11,6 +12,7 @@ from quire.engine.speculation.build import parse_speculate
 from quire.engine.workers import Workers
 from quire.machine import read_machine
 from quire.parallel.mesh import Mesh
+from quire.parallel.topology import Topology, read_topology
 from quire.ranks.launch import LocalRanks
 from quire.ranks.messages import RankLoaded
 from quire.startup.defaults import pick_device
@@ -29,16 +31,28 @@ class RunningRanks:
 def start_ranks(config: Config) -> RunningRanks:
     """Returns the group of the config's ranks."""
     check_ranks(config)
-    mesh = Mesh.of(config.parallel.tp, config.parallel.pp, config.parallel.ep)
+    topology = None if config.parallel.topology is None else read_topology(Path(config.parallel.topology))
+    mesh = _mesh(config, topology)
     threads = config.engine.threads or max(1, read_machine().num_usable_cores // mesh.size)
     settings = {**engine_settings(config), "threads": threads}
-    ranks = LocalRanks(settings, mesh, config.parallel.rank_timeout, config.parallel.spare_rank)
+    ranks = LocalRanks(settings, mesh, config.parallel.rank_timeout, config.parallel.spare_rank, topology)
     try:
         memory = ranks.agree()
     except BaseException:
         ranks.close()
         raise
     return RunningRanks(ranks.group(), memory, ranks.loaded[mesh.answering])
+
+
+def _mesh(config: Config, topology: Topology | None) -> Mesh:
+    parallel = config.parallel
+    if topology is None:
+        return Mesh.of(parallel.tp, parallel.pp, parallel.ep)
+    stages = len(topology.nodes)
+    if parallel.pp != stages or parallel.tp != 1 or parallel.ep != 1:
+        what = f"The topology has {stages} nodes, with one pipeline stage each"
+        raise _refuse("pp", what, f"Use --pp {stages}, without --tp and --ep.")
+    return Mesh(pp=stages)
 
 
 def check_ranks(config: Config) -> None:

@@ -51,10 +51,11 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
 
     from quire.models.loading.loader import load_model
     from quire.models.stages import Stage
-    from quire.parallel.shared_memory import GroupMemory, SharedMemoryCommunicator
+    from quire.parallel.shared_memory import GroupMemory, SharedMemoryCommunicator, create_group_memory
     from quire.parallel.socket_pipes import SocketPipe, listen
     from quire.startup.cache_plan import find_files
     from quire.startup.defaults import pick_device, resolve_page_tokens
+    from quire.startup.model_digest import model_digest
     from quire.startup.rank_runner import build_rank
 
     with contextlib.suppress(OSError):  # the name that `ps` and the chaos gate see, from now on
@@ -62,19 +63,36 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
     config = override_config(Config(), start.settings)
     device = pick_device(config.engine.device)
     torch.set_num_threads(config.engine.threads or 1)
-    communicator = SharedMemoryCommunicator(GroupMemory(Path(start.memory)), start.rank, start.size, start.seconds)
+
+    def open_memory(path: str) -> GroupMemory:
+        """Returns the group's memory; that of a rank without others on this machine is its own."""
+        if path:
+            return GroupMemory(Path(path))
+        own = create_group_memory(start.size)
+        try:
+            return GroupMemory(own)
+        finally:
+            own.unlink()
+
+    communicator = SharedMemoryCommunicator(open_memory(start.memory), start.rank, start.size, start.seconds)
     pipe = None
     if start.stages > 1:
-        server = listen(start.pipes[start.stage][0])
+        servers = [listen(address) for address in start.pipes[start.stage]]
         pipe = SocketPipe(
-            start.stage, start.stages, server, start.secret, start.seconds, lambda: communicator.is_cancelled
+            start.stage,
+            start.stages,
+            servers,
+            start.secret,
+            start.seconds,
+            lambda: communicator.is_cancelled or frames.interrupts(),
         )
         pipe.open(start.generation, start.pipes)
+    files = find_files(config, None)
     with warnings.catch_warnings():
         if start.rank or start.stage:  # all ranks say the same about the model
             warnings.simplefilter("ignore")
         loaded = load_model(
-            find_files(config, None),
+            files,
             dtype=config.model.dtype,
             device=device,
             max_model_len=config.model.max_model_len,
@@ -100,6 +118,7 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
             dtype=loaded.dtype,
             weights=loaded.weights_bytes,
             memory=memory,
+            digest=model_digest(files),
         )
         frames.write(messages.encode(found))
         frame = frames.read()
@@ -113,7 +132,7 @@ def _run(start: StartRank, frames: FrameSocket) -> None:
         """Joins the group again, some ranks of which were replaced."""
         message = messages.decode_to_rank(frame)
         assert isinstance(message, Regroup)
-        communicator.rejoin(GroupMemory(Path(message.memory)))
+        communicator.rejoin(open_memory(message.memory))
         if pipe is not None:
             pipe.open(message.generation, start.pipes)
         frames.write(messages.encode(RankReady()))

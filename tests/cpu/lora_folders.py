@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import peft
+import pytest
 import torch
+
+peft = pytest.importorskip("peft")
 
 
 def linear_names(reference: Any) -> list[str]:

@@ -27,7 +27,6 @@ from tests.cpu.families.harness import (
 from tests.cpu.lora_folders import adapted, check_greedy, linear_names, save_adapter
 from tests.cpu.rig import CPU, LateDevice, load_whole, make_engine, make_request
 
-pytest.importorskip("peft")
 NAMES = ("llama", "qwen2", "qwen3", "phi3", "glm4", "olmo2", "granite", "gpt_neox", "gemma", "mistral")
 RANKS = (2, 5, 8, 24)
 FAMILIES = {family.name: family for family in all_families() if family.name in NAMES}

@@ -21,7 +21,6 @@ from tests.cpu.rig import load_whole, make_engine, make_request
 from tests.cpu.tiny_gguf import gguf_name, write_gguf
 from tests.cpu.tiny_llm import make_tiny_llm
 
-pytest.importorskip("peft")
 KNOBS: dict[str, Any] = {"dtype": "float32", "max_model_len": 200, "num_pages": 100, "max_rows": 8}
 PROMPT = [5, 9, 17, 33, 65, 8, 7, 6]
 

@@ -67,6 +67,8 @@ def test_whatever_the_grammar_writes_fits_the_schema(compiler: GrammarCompiler, 
             found = [token for token in range(EOS) if mask[token >> 3] >> (token & 7) & 1 and token not in b" \n\t"]
             if grammar.accepts_end and (not found or rng.random() < 0.5):
                 value = json.loads(bytes(ids))
+                if isinstance(value, str) and value.startswith("0000-"):
+                    break  # a year of RFC 3339, but not of Python's calendar, with which the oracle reads dates
                 assert check.is_valid(value), (value, next(iter(check.iter_errors(value))).message)
                 ended += 1
                 break

@@ -66,7 +66,8 @@ def test_token_ids_strings_and_messages_are_prompts(llm: LLM) -> None:
 
 def test_stream_is_the_output_in_pieces(llm: LLM) -> None:
     whole = llm.generate("why is the sky blue", GREEDY)[0]
-    chunks = list(llm.stream("why is the sky blue", GREEDY))
+    # Without drafts: how many tokens a step accepts depends on measured times, and so would the number of chunks.
+    chunks = list(llm.stream("why is the sky blue", replace(GREEDY, speculate=False)))
     assert "".join(c.text for c in chunks) == whole.text
     assert [t for c in chunks for t in c.token_ids] == whole.token_ids
     assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1) and len(chunks) > 3

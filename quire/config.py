@@ -47,8 +47,9 @@ class ModelConfig:
     )
     quant: str = knob(
         "none",
-        "quantize the weights while loading (fp8: CUDA; q8_0, q4_0, int8: CPU)",
-        choices=("none", "fp8", "q8_0", "q4_0", "int8"),
+        "quantize the weights while loading (fp8: CUDA; q8_0, q4_0, int8: CPU); keep: "
+        "leave 4-bit weights in their bits on CUDA",
+        choices=("none", "fp8", "q8_0", "q4_0", "int8", "keep"),
     )
     max_model_len: int | None = knob(None, "maximum tokens of a sequence, prompt and output together", low=1)
     chat_template: str | None = knob(None, "chat template, as a file or as Jinja text")

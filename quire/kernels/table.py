@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels import four_bits as reference_four_bits
 from quire.kernels import training
 from quire.kernels.activations import Curve
 from quire.kernels.angles import Angles, angle_tables, angles_from_positions
@@ -84,6 +85,7 @@ class Ops:
     planes: Callable[[Tensor], tuple[Any, ...]] = split_planes  # keys and values of each layer, as attention takes them
     norm_add: Callable[..., Tensor] | None = None  # fused `RMSNorm.add_to`; None: norm and addition run separately
     elementwise: Callable[..., Tensor] = reference.elementwise
+    four_bit_linear: Callable[..., Tensor] = reference_four_bits.four_bit_linear  # takes `FourBits`
     head_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm  # [heads, tokens, in] times [heads, in, out]
     merges_shared: bool = False  # whether a shared expert is faster as one of the routed experts than on its own
     captures: bool = False  # whether attention reads permanent page tables, as CUDA graphs of decode steps need
@@ -242,7 +244,7 @@ def _triton_ops(strict: bool) -> Ops:
         from quire.kernels.triton.attention import captured_work, paged, rope_write
         from quire.kernels.triton.experts import experts, route
         from quire.kernels.triton.latent import latent, per_head
-        from quire.kernels.triton.linear import norm, skinny
+        from quire.kernels.triton.linear import four_bits, norm, skinny
         from quire.kernels.triton.recurrent import channel_delta, recurrent, short_conv
     except ImportError as error:
         if strict:
@@ -263,6 +265,7 @@ def _triton_ops(strict: bool) -> Ops:
         run_experts=experts.run_experts,
         latent_write=latent.latent_write,
         latent_attention=latent.latent_attention,
+        four_bit_linear=four_bits.four_bit_linear,
         head_product=per_head.head_product,
         plan_recurrent=recurrent.plan_recurrent,
         gated_delta_net=recurrent.gated_delta_net,

@@ -20,6 +20,7 @@ from triton.runtime import JITFunction, driver
 from quire.kernels.angles import Angles
 from quire.kernels.cache_forms import CACHE_FORMS, packed_planes
 from quire.kernels.expert_types import ExpertWeights, GatedActivation, Routing
+from quire.kernels.four_bits import FourBits
 from quire.kernels.recurrent_types import ConvShape, ConvWeights, DeltaWeights, MambaWeights, RecurrentShape
 from quire.kernels.triton import launch
 from quire.kernels.triton.attention import decode, prefill_hopper, prefill_split
@@ -34,7 +35,7 @@ from quire.kernels.triton.latent import latent
 from quire.kernels.triton.latent import many_heads as latent_many
 from quire.kernels.triton.latent import per_head as latent_heads
 from quire.kernels.triton.linear import deterministic as fixed_linear
-from quire.kernels.triton.linear import fp8, gated_hopper, norm, skinny
+from quire.kernels.triton.linear import four_bits, fp8, gated_hopper, norm, skinny
 from quire.kernels.triton.recurrent import channel_delta as recurrent_channel
 from quire.kernels.triton.recurrent import channel_step as recurrent_channel_step
 from quire.kernels.triton.recurrent import deterministic as fixed_recurrent
@@ -118,6 +119,10 @@ def main() -> None:
             fp8.quantize_rows(gate_up, gate=curve)
         norm.gate_mul(gate_up, "gelu")
         norm.norm_add(x, torch.zeros(1024), 1e-6, x, 1.0)
+    for rows in (1, 64):
+        numbers, scales = torch.zeros(4096, 512, dtype=torch.uint8), torch.zeros(4096, 8, dtype=torch.float16)
+        for least in (None, scales):
+            four_bits.four_bit_linear(torch.zeros(rows, 1024, dtype=bf16), FourBits(numbers, scales, least), None)
     if GLUON:
         compile_gated()
     compile_experts()

@@ -43,6 +43,28 @@ def check_skinny(where: Where) -> None:
                     close(out, reference.gate_mul(plain, curve), dtype, f"{name} with norm, bias and {curve}")
 
 
+def check_four_bits(where: Where) -> None:
+    """Groups of several sizes, with and without least values, and sizes that fill no tile."""
+    from quire.kernels.four_bits import FourBits
+    from quire.kernels.triton.linear.four_bits import four_bit_linear
+
+    sizes = [(4096, 4096, 128), (2048, 11008, 32)] if where.large else []
+    for dtype in where.dtypes:
+        for in_features, out_features, group in [(64, 80, 32), (96, 33, 32), (256, 64, 128), *sizes]:
+            shape = (out_features, in_features // group)
+            numbers = torch.randint(0, 256, (out_features, in_features // 2), device=where.device, dtype=torch.uint8)
+            scales = where.normal(*shape, dtype=torch.float16) / 16
+            for least in (None, where.normal(*shape, dtype=torch.float16) / 4):
+                weight, bias = FourBits(numbers, scales, least), where.normal(out_features, dtype=dtype)
+                where.settle()
+                for rows in (1, 16, 17, 130) if where.large else (1, 18):
+                    x = where.normal(rows, in_features, dtype=dtype)
+                    where.poison()
+                    plain = x.double() @ weight.decode().double().T + bias.double()
+                    name = f"four bits {rows} x {in_features} x {out_features}, groups of {group}"
+                    close(four_bit_linear(x, weight, bias), plain, dtype, name)
+
+
 def check_gated(where: Where) -> None:
     """Rows and weights of random sizes, less and more than fill the card once, and rows with something in between."""
     need_hopper(where)
@@ -196,6 +218,7 @@ def _check_pages(where: Where, num_pages: int, shape: tuple[int, int, int]) -> N
 
 CHECKS: dict[str, Callable[[Where], None]] = {
     "skinny": check_skinny,
+    "four_bits": check_four_bits,
     "gated": check_gated,
     "gated_row": check_gated_row,
     "skinny_fp8": check_skinny_fp8,

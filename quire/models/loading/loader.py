@@ -393,6 +393,8 @@ def _choose_scheme(
     if quant == "fp8":
         _need_cuda("quant=fp8", device, ops)
         return DTYPES[dtype], Fp8(ops)
+    if quant == "keep":
+        return DTYPES[dtype], _keep_bits(device, ops, hf_config)
     if quant != "none" and (ops.native is None or dtype == "bfloat16"):
         what = f"quant={quant} needs a CPU, the native kernels and a model type with a family of its own."
         raise QuireError("invalid_parameter", what, "Leave it out, or see `quire doctor`.", param="quant")
@@ -404,6 +406,20 @@ def _choose_scheme(
     if device.type == "cpu" and dtype == "float16" and Fp16Packed.is_supported():
         return torch.float32, Fp16Packed(ops)
     return DTYPES[dtype], Dense(ops)
+
+
+def _keep_bits(device: torch.device, ops: Ops, hf_config: Mapping[str, Any]) -> Scheme:
+    """Returns the scheme that leaves four-bit weights in their bits."""
+    from quire.layers.quant.kept_bits import KINDS, KeptBits
+
+    types = hf_config.get("tensor_types", {})
+    if ops.native is not None:
+        what = "quant=keep is for CUDA: on a CPU weights stay in their own bits without it."
+        raise QuireError("invalid_parameter", what, "Leave it out.", param="quant")
+    if not set(types.values()) & set(KINDS):
+        what = "quant=keep would change nothing: this checkpoint has no matrices in four bits with scales for groups."
+        raise QuireError("invalid_parameter", what, "Leave it out.", param="quant")
+    return KeptBits(ops, types, device)
 
 
 def _tensor_types(dtype: str, hf_config: Mapping[str, Any]) -> Mapping[str, str]:

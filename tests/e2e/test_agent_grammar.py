@@ -32,6 +32,18 @@ STEPS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def narrowed(tools: list[dict[str, Any]], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tool of this name with a schema that these arguments alone fit."""
+    offered = copy.deepcopy(next(one for one in tools if one["function"]["name"] == name))
+    offered["function"]["parameters"] = {
+        "type": "object",
+        "properties": {key: {"type": "string", "enum": [value]} for key, value in arguments.items()},
+        "required": list(arguments),
+        "additionalProperties": False,
+    }
+    return offered
+
+
 class GuidedEngine(LocalEngine):
     """Narrows each question to the next step's tool and arguments; the grammar does the rest."""
 
@@ -45,13 +57,7 @@ class GuidedEngine(LocalEngine):
             params = {**question.sampling, "max_tokens": 4}
             return super().ask(Question(question.messages, [], "auto", False, params))
         name, arguments = self.steps.pop(0)
-        offered = copy.deepcopy(next(one for one in question.tools if one["function"]["name"] == name))
-        offered["function"]["parameters"] = {
-            "type": "object",
-            "properties": {key: {"type": "string", "enum": [value]} for key, value in arguments.items()},
-            "required": list(arguments),
-            "additionalProperties": False,
-        }
+        offered = narrowed(question.tools, name, arguments)
         return super().ask(Question(question.messages, [offered], name, True, question.sampling))
 
 

@@ -79,8 +79,8 @@ class FaultyWorkers:
         import torch
 
         inner: Any = self._inner
-        while not hasattr(inner, "store"):
-            inner = inner._inner
+        while not hasattr(inner, "store"):  # below the guard and the flight record
+            inner = inner.inner if hasattr(inner, "inner") else inner._inner
         with torch.inference_mode():
             for tensor in inner.store._host.values():
                 tensor.add_(1.0)

@@ -55,13 +55,15 @@ of that column passes.
 | option | where | what it applies to |
 | --- | --- | --- |
 | `--dtype float16` | CPU | all weights |
-| `--quant q8_0`, `--quant q4_0` | CPU | linear layers and experts; embedding and head always in 8 bits |
+| `--quant q8_0`, `q4_0`, `int8` | CPU | linear layers and experts; embedding and head always in 8 bits |
 | `--quant fp8` | CUDA | linear layers and experts, not embeddings and convolutions |
+| `--quant keep` | CUDA | linear layers of 4-bit checkpoints, not experts |
 | `--kv-dtype fp8` | CUDA | keys and values |
+| `--kv-dtype int8`, `k8v4`, `q4` | CPU, CUDA | keys and values, not of latent attention ([cache.md](cache.md)) |
 
 Tests show logits to 1e-4 of those of the rounded float16 weights, every product of blocks to 1e-4 of plain torch over
 the same blocks, and all products together as close as the rounding of activations allows. FP8 is tested to 1e-4 with
-exact kernels in place of CUDA's. LoRA is not supported yet.
+exact kernels in place of CUDA's. LoRA has [a page of its own](adapters.md).
 
 ## Refused, and different from transformers
 

@@ -90,9 +90,9 @@ class Agent:
     def take(self, text: str) -> TurnOutcome:
         """Works on one message of the user until the model answers without a call."""
         self._turn = TurnOutcome()
-        self.items.event(events.TURN_STARTED)
         try:
             self.session.add({"type": "message", "message": {"role": "user", "content": text}})
+            self.items.event(events.TURN_STARTED)  # once it is seen, a kill no longer loses the message
             self._work()
         except KeyboardInterrupt:
             self._turn.status = "interrupted"

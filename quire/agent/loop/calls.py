@@ -51,10 +51,7 @@ class CallRunner:
             del waiting[: len(batch)]
             for call in batch:
                 on_start(call)
-            results, interrupted = self._run_batch(batch)
-            for call, result in zip(batch, results, strict=True):
-                on_end(call, result)
-            if interrupted:
+            if self._run_batch(batch, on_end):
                 for call in waiting:
                     on_end(call, ToolResult(INTERRUPTED, True))
                 return False
@@ -69,7 +66,8 @@ class CallRunner:
             batch.append(call)
         return batch or [waiting[0]]
 
-    def _run_batch(self, batch: Sequence[ReadyCall]) -> tuple[list[ToolResult], bool]:
+    def _run_batch(self, batch: Sequence[ReadyCall], on_end: Callable[[ReadyCall, ToolResult], None]) -> bool:
+        """Runs calls side by side. Returns whether the user interrupted."""
         cancelled = threading.Event()
         items = [self._begin(call) for call in batch]
         approved: list[ToolResult | None] = []
@@ -85,13 +83,12 @@ class CallRunner:
             for call, item, refused in zip(batch, items, approved, strict=True)
         ]
         interrupted |= _wait([job for job in jobs if job is not None], cancelled)
-        results = []
-        for item, refused, job in zip(items, approved, jobs, strict=True):
+        for call, item, refused, job in zip(batch, items, approved, jobs, strict=True):
             ended = refused or (job.result if job is not None else None)
             result = self._trimmed(ended or ToolResult(ABANDONED, True))
+            on_end(call, result)  # keeps it before it is shown, so that a kill loses nothing that was seen
             self._finish(item, result)
-            results.append(result)
-        return results, interrupted
+        return interrupted
 
     def _begin(self, call: ReadyCall) -> Event:
         tool = self.toolbox.get(call.name)

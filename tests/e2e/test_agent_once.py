@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quire.agent.sandbox.run import sandbox_failed
 from quire.cli.main import main
 from tests.e2e.transcript_server import TranscriptServer, transcript_server
 
@@ -134,6 +135,30 @@ def test_a_folder_that_is_no_project_turns_tools_off_with_a_line(run: Run, monke
         assert "tools" not in server.asked[0]
         code, _, err = run(server, "hi", "--folder", "/usr", "--yes")
         assert code == 2 and "no project folder" in err
+
+
+@linux
+def test_yes_needs_the_whole_sandbox(run: Run, project: Path) -> None:
+    with transcript_server(["hello"]) as server:
+        code, out, err = run(server, "hi", "--sandbox", "landlock", "--yes")
+        assert code != 0 and out == "" and "--yes needs the whole sandbox" in err and ".git" in err
+        assert not server.asked
+
+
+@linux
+def test_a_kernel_without_a_sandbox_runs_no_tools_and_says_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_sandbox(*args: object, **options: object) -> None:
+        raise sandbox_failed("landlock: the kernel has none")
+
+    monkeypatch.setattr("quire.agent.sandbox.choose.run_command", no_sandbox)
+    with transcript_server(["hello"]) as server:
+        code, out, err = run(server, "hi")
+        assert (code, out) == (0, "hello\n") and "tools are off" in err and "the kernel has none" in err
+        assert "tools" not in server.asked[0]
+        for argv in (("--tools", "shell"), ("--yes",), ("--allow", "shell")):
+            code, out, err = run(server, "hi", *argv)
+            assert code != 0 and out == "" and "the kernel has none" in err and err.count("\n") == 1, argv
+        assert len(server.asked) == 1
 
 
 def test_mcp_servers_and_hooks_of_the_user(run: Run, project: Path, tmp_path: Path) -> None:

@@ -291,6 +291,21 @@ def test_what_the_kernel_lacks_is_said(place: Place, tmp_path: Path, monkeypatch
     assert choose_sandbox(place.project, tmp_path, ways=WAYS).way == "namespaces"
 
 
+def test_what_landlock_alone_does_not_stop_is_what_is_said(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    sandbox = choose_sandbox(place.project, tmp_path, ways=("landlock",))
+    tried = {
+        ".git": "echo x > .git/hooks/made && echo ESCAPED",
+        "names and sizes": "stat -c %s {home}/.ssh/id_test && echo ESCAPED",
+        "modes and times": "touch -d @0 {home}/spare && chmod 600 {home}/spare && echo ESCAPED",
+        "processes outside can be listed": "test -d /proc/{victim} && echo ESCAPED",
+    }
+    for gap, command in tried.items():
+        assert escaped(run_shell(sandbox.plan, "landlock", filled(command, place))), gap
+        assert any(gap in said for said in sandbox.gaps)
+    assert len(sandbox.gaps) == len(tried), "this kernel's Landlock is older than version 6"
+
+
 @pytest.mark.parametrize("folder", ["/", "/usr", "/etc", "/tmp", str(Path.home()), str(Path.home().parent)])
 def test_a_folder_that_holds_more_than_a_project_is_refused(folder: str) -> None:
     with pytest.raises(QuireError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.agent.loop.prompt import MAX_AGENTS, attach_files, read_agents_file
 from quire.agent.mcp.config import read_mcp_file
 from quire.agent.settings import read_settings, settings_path
 from quire.types import QuireError
@@ -99,3 +100,23 @@ def test_a_projects_servers_are_not_started_by_themselves(tmp_path: Path) -> Non
     settings = read_settings(project=tmp_path)
     assert not settings.servers and "was not read" in settings.notes[0]
     assert [spec.name for spec in read_settings((path,), project=tmp_path).servers] == ["evil"]
+
+
+def test_agents_md_is_bounded_and_no_link_leads_out_of_the_project(tmp_path: Path) -> None:
+    project, outside = tmp_path / "project", written(tmp_path / "key", "SECRET")
+    agents = written(project / "AGENTS.md", "Be kind. " * 10_000)
+    text, notes = read_agents_file(project)
+    assert len(text) == MAX_AGENTS and str(MAX_AGENTS) in notes[0]
+    agents.unlink()
+    agents.symlink_to(outside)
+    text, notes = read_agents_file(project)
+    assert text == "" and "was not read" in notes[0]
+
+
+@pytest.mark.parametrize("word", ["../key", "link", "/etc/passwd"])
+def test_a_file_outside_of_the_project_is_not_attached(tmp_path: Path, word: str) -> None:
+    project, outside = tmp_path / "project", written(tmp_path / "key", "SECRET")
+    project.mkdir()
+    (project / "link").symlink_to(outside)
+    with pytest.raises(QuireError, match="outside of the project"):
+        attach_files(f"see @{word}", project)

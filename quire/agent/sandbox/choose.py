@@ -22,9 +22,14 @@ WAYS = ("bubblewrap", "namespaces", "landlock")
 _LANDLOCK_GAPS = (
     ".git and other protected paths in the project folder can be written",
     "names and sizes of files outside can be seen (not their content)",
+    "modes and times of files outside can be changed (not their content)",
     "processes outside can be listed (not read or ended)",
 )
-_NO_SCOPES = "processes outside can be ended, and programs can be left running (the kernel's Landlock is too old)"
+# Gaps of older kernels, and the version of Landlock that closes them.
+_OLD_LANDLOCK_GAPS = (
+    (3, "files outside can be emptied (the kernel's Landlock is too old)"),
+    (6, "processes outside can be ended, and programs can be left running (the kernel's Landlock is too old)"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,8 @@ def choose_sandbox(
 def _gaps(way: str) -> tuple[str, ...]:
     if way != "landlock":
         return ()
-    return _LANDLOCK_GAPS if landlock_abi() >= 6 else (*_LANDLOCK_GAPS, _NO_SCOPES)
+    abi = landlock_abi()
+    return (*_LANDLOCK_GAPS, *(gap for since, gap in _OLD_LANDLOCK_GAPS if abi < since))
 
 
 def make_scratch() -> tempfile.TemporaryDirectory[str]:

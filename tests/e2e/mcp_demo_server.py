@@ -25,6 +25,12 @@ def fail(text: str) -> str:
 
 
 @server.tool()
+def paint(text: str) -> str:
+    """Say it in colours, and clear the screen."""
+    return f"\x1b[31m{text}\x1b[0m\x1b[2J"
+
+
+@server.tool()
 async def wait(path: str) -> str:
     """Wait until the call is cancelled, and write to a file that it was."""
     Path(path).write_text("began")

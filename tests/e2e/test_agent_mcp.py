@@ -78,12 +78,13 @@ def tools_of(host: McpHost) -> dict[str, McpTool]:
 
 def test_a_server_is_listed_and_called(host: McpHost) -> None:
     tools = tools_of(host)
-    assert set(tools) == {f"mcp__demo__{name}" for name in ("add", "fail", "wait", "die", "process")}
+    assert set(tools) == {f"mcp__demo__{name}" for name in ("add", "fail", "paint", "wait", "die", "process")}
     add = tools["mcp__demo__add"]
     assert add.risk is Risk.OUTSIDE and add.description == "Add two numbers."
     assert set(add.parameters["properties"]) == {"a", "b"}
     assert add.run({"a": 2, "b": 40}, ToolContext()).content == "42"
     assert add.run({"a": "no"}, ToolContext()).is_error
+    assert tools["mcp__demo__paint"].run({"text": "red"}, ToolContext()).content == "red"
     failed = tools["mcp__demo__fail"].run({"text": "luck"}, ToolContext())
     assert failed.is_error and "\x1b" not in failed.content
 
@@ -127,7 +128,7 @@ def test_servers_that_do_not_start_are_lines_and_the_others_work() -> None:
     ]
     with open_mcp(specs) as host:
         tools, notes = mcp_tools(host)
-    assert len(tools) == 5 and len(notes) == 3
+    assert len(tools) == 6 and len(notes) == 3
     assert "missing is not there" in notes[0] and "no key was given" in notes[1] and "closed is not there" in notes[2]
 
 

@@ -229,10 +229,11 @@ def test_everything_ends_with_quire(plan: SandboxPlan, way: str, tmp_path: Path)
 
 
 def test_escape_sequences_do_not_reach_a_terminal(plan: SandboxPlan, way: str) -> None:
-    command = r"printf 'a\033[31mred\033[0m \033]52;c;aGk=\007\033]0;title\033\\ \rover\b\b \x9b31m \u202etxt'"
+    command = r"printf 'a\033[31mred\033[0m \033]52;c;aGk=\007\033]0;title\033\\ end\nold\rover\b\b \x9b31m \u202etxt'"
     done = run_shell(plan, way, command)
     raw = run_command(plan, ["/bin/bash", "-c", command], BUBBLEWRAP if way == "bubblewrap" else None, raw=True)
     assert "\x1b" in raw.output  # it was there
+    assert done.output.startswith("ared  end\nover")
     assert not any(ord(char) < 32 and char not in "\n\t" for char in done.output)
     assert "\u202e" not in done.output and "52;c" not in done.output and "title" not in done.output
 

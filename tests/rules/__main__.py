@@ -61,7 +61,8 @@ def without(tree: Path, removal: Removal) -> str:
     before = {edit.file: (tree / edit.file).read_text(encoding="utf-8") for edit in removal.edits}
     try:
         for edit in removal.edits:
-            (tree / edit.file).write_text(apply(before[edit.file], edit), encoding="utf-8")
+            path = tree / edit.file
+            path.write_text(apply(path.read_text(encoding="utf-8"), edit), encoding="utf-8")
         return outcome(tree, removal.test)
     finally:
         for file, text in before.items():

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from tests.rules.agent_removals import AGENT_REMOVALS
 from tests.rules.engine_removals import ENGINE_REMOVALS
 from tests.rules.http_removals import HTTP_REMOVALS
 from tests.rules.text_removals import TEXT_REMOVALS
 
-REMOVALS = (*TEXT_REMOVALS, *HTTP_REMOVALS, *ENGINE_REMOVALS)
+REMOVALS = (*TEXT_REMOVALS, *HTTP_REMOVALS, *ENGINE_REMOVALS, *AGENT_REMOVALS)

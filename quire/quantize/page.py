@@ -20,6 +20,7 @@ from quire.bench.online.plots import (
 from quire.bench.online.report import card, escape, figure_table, whole_page
 from quire.quantize.report import Result, table_rows
 
+LABEL_WIDTH, LABEL_HEIGHT = 74, 11
 LEAST_KL = 1e-5  # drawn, on a logarithmic axis
 
 
@@ -48,14 +49,28 @@ def size_plot(results: Sequence[Result]) -> str:
     """Draws a dot for each result: megabytes to the right, KL divergence upwards in powers of ten."""
     sizes = [result.num_bytes / 1e6 for result in results]
     losses = [max(LEAST_KL, result.loss.kl) for result in results]
-    x = Axis(0, max(sizes) * 1.25, LEFT, WIDTH - RIGHT)
+    x = Axis(min(sizes) * 0.9, max(sizes) * 1.15, LEFT, WIDTH - RIGHT)
     y = Axis(min(losses) / 2, max(losses) * 2, HEIGHT - BOTTOM, TOP, log=True)
     parts = [draw_grid(x, y, lambda v: f"{v:g}", lambda v: f"{v:g}", "megabytes")]
     for result, size, loss in zip(results, sizes, losses, strict=True):
         tip = f"{result.title}: {size:.1f} MB, KL {result.loss.kl:.4f}"
         parts.append(draw_dot(x(size), y(loss), "a", tip))
-        parts.append(draw_text(x(size) + 7, y(loss) + 4, result.title))
+    places = [(x(size), y(loss)) for size, loss in zip(sizes, losses, strict=True)]
+    for (left, _), height, result in zip(places, spread_labels(places), results, strict=True):
+        parts.append(draw_text(left + 7, height + 4, result.title))
     return draw_svg("KL divergence by size", parts)
+
+
+def spread_labels(places: Sequence[tuple[float, float]]) -> list[float]:
+    """Returns the height of each dot's label: its own, or as far below as keeps it clear of labels beside it."""
+    heights: dict[int, float] = {}
+    for index in sorted(range(len(places)), key=lambda index: places[index][1]):
+        left, height = places[index]
+        for other, taken in sorted(heights.items(), key=lambda item: item[1]):
+            if abs(places[other][0] - left) < LABEL_WIDTH and abs(taken - height) < LABEL_HEIGHT:
+                height = taken + LABEL_HEIGHT
+        heights[index] = height
+    return [heights[index] for index in range(len(places))]
 
 
 def layer_plot(losses: Sequence[float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from quire.files.source import resolve_model
 from quire.kernels.formats.packed_encode import integer_scales, round_integers
 from quire.quantize import gptq, run
 from quire.quantize.calibration import FloatModel, Inputs, collect
+from quire.quantize.page import render, spread_labels
 from quire.quantize.parts import Parts
 from quire.quantize.recipe import LADDER, choose_types, find_target, type_bits
-from quire.quantize.report import load_float
+from quire.quantize.report import Loss, Result, load_float
 from quire.quantize.run import QuantOptions, Run
 from quire.quantize.source import TensorFacts
 from quire.runtime.reading import read_stretch
@@ -226,6 +228,15 @@ def test_keep_overrides_the_type_of_some(folders: dict[str, Path], tmp_path: Pat
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision" and "model.layers.1.self_attn.o_proj" in config["ignore"]
     assert loss(logits(folders["llama"]), logits(folder)) < 2
+
+
+def test_the_page_shows_every_result_and_no_label_on_another() -> None:
+    losses = [Loss(10.0, 9.0, kl, 0.9, 100) for kl in (0.001, 0.04, 0.041, 0.0405, 0.0)]
+    results = [Result(f"type {i}", (100 + i) * 10**6, 5.0, loss, [0.1, 0.2]) for i, loss in enumerate(losses)]
+    page = render("a <model>", results)
+    assert all(page.count(f">type {i}<") == 2 for i in range(5)) and "a &lt;model&gt;" in page
+    heights = sorted(spread_labels([(10.0, 50.0), (12.0, 51.0), (14.0, 50.5), (500.0, 50.0)]))
+    assert heights[:2] == [50.0, 50.0] and all(b - a >= 11 for a, b in pairwise(heights[1:]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

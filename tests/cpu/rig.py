@@ -57,9 +57,17 @@ def ragged_prompts(vocab: int, seed: int = 5) -> list[list[int]]:
     return prompts
 
 
-def make_engine(model: Model, *, late: bool = False, max_len: int = 256, device: torch.device = CPU,
-                drafter: Drafter | None = None, draft: LoadedDraft | None = None, places: Places | None = None,
-                **knobs: Any) -> Engine:  # fmt: skip
+def make_engine(
+    model: Model,
+    *,
+    late: bool = False,
+    max_len: int = 256,
+    device: torch.device = CPU,
+    drafter: Drafter | None = None,
+    draft: LoadedDraft | None = None,
+    places: Places | None = None,
+    **knobs: Any,
+) -> Engine:
     # Without a target time, and with drafts only where a test asks for them: whether those are worth their time is
     # measured, and the schedule has to be the same however busy the machine is.
     knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": 4, "step_target_ms": 0, **knobs}

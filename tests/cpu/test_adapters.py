@@ -96,8 +96,11 @@ def run_mixed(
     return [request.tokens[request.prompt_len :] for request in requests]
 
 
-@pytest.fixture(scope="module", params=[(name, kernels) for name in NAMES for kernels in ("torch", "auto")],
-                ids=lambda pair: "-".join(pair))  # fmt: skip
+@pytest.fixture(
+    scope="module",
+    params=[(name, kernels) for name in NAMES for kernels in ("torch", "auto")],
+    ids=lambda pair: "-".join(pair),
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AdapterCase:
     name, kernels = request.param
     return AdapterCase(FAMILIES[name], tmp_path_factory.mktemp(name), kernels)

@@ -13,9 +13,15 @@ from quire import LLM, SamplingParams
 from quire.config import Config
 from tests.cpu.native_isas import open_or_skip
 
-SIZES = {"self_attn.q_proj": (576, 576), "self_attn.k_proj": (192, 576), "self_attn.v_proj": (192, 576),
-         "self_attn.o_proj": (576, 576), "mlp.gate_proj": (1536, 576), "mlp.up_proj": (1536, 576),
-         "mlp.down_proj": (576, 1536)}  # fmt: skip
+SIZES = {
+    "self_attn.q_proj": (576, 576),
+    "self_attn.k_proj": (192, 576),
+    "self_attn.v_proj": (192, 576),
+    "self_attn.o_proj": (576, 576),
+    "mlp.gate_proj": (1536, 576),
+    "mlp.up_proj": (1536, 576),
+    "mlp.down_proj": (576, 1536),
+}
 PROMPT = "The library opens at nine in the morning and closes at six. Readers may borrow four books for three weeks."
 
 

@@ -168,7 +168,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ("not a finite number", {KEY: torch.full((4, 64), float("nan"))}, {}),
         ("only one of its two", {KEY: None}, {}),
     ],
-)  # fmt: skip
+)
 def test_a_bad_adapter_is_one_clear_error(
     tiny: Tiny, tmp_path: Path, what: str, change: dict[str, Any] | None, config: dict[str, Any]
 ) -> None:

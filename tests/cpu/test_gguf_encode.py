@@ -14,9 +14,19 @@ from quire.kernels.formats.gguf_encode import ENCODERS, quantize
 
 # Root of the weighted mean square error over that of the values, for normal values.
 MOST = {
-    "F32": 0.0, "F16": 3e-4, "BF16": 2e-3, "Q8_0": 6e-3, "Q6_K": 0.0178, "Q5_K": 0.0355, "Q5_0": 0.0415, "Q4_K": 0.0715,
-    "Q4_0": 0.085, "Q4_1": 0.073, "IQ4_NL": 0.076, "IQ4_XS": 0.077,
-}  # fmt: skip
+    "F32": 0.0,
+    "F16": 3e-4,
+    "BF16": 2e-3,
+    "Q8_0": 6e-3,
+    "Q6_K": 0.0178,
+    "Q5_K": 0.0355,
+    "Q5_0": 0.0415,
+    "Q4_K": 0.0715,
+    "Q4_0": 0.085,
+    "Q4_1": 0.073,
+    "IQ4_NL": 0.076,
+    "IQ4_XS": 0.077,
+}
 
 
 def draw(rows: int = 24, columns: int = 512, seed: int = 1) -> torch.Tensor:

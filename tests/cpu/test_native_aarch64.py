@@ -36,8 +36,19 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("aarch64")
     build(folder / "libquire.so", COMPILER, "aarch64")
     source = Path(__file__).with_name("aarch64_driver.cpp")
-    command = [str(COMPILER), "-std=c++17", "-O1", f"-I{SOURCES}", str(source), "-o", str(folder / "driver"),
-               f"-L{folder}", "-lquire", f"-Wl,-rpath,{folder}", "-pthread"]  # fmt: skip
+    command = [
+        str(COMPILER),
+        "-std=c++17",
+        "-O1",
+        f"-I{SOURCES}",
+        str(source),
+        "-o",
+        str(folder / "driver"),
+        f"-L{folder}",
+        "-lquire",
+        f"-Wl,-rpath,{folder}",
+        "-pthread",
+    ]
     subprocess.run(command, check=True, timeout=600)
     return [str(EMULATOR), "-cpu", "max", "-L", ROOT, str(folder / "driver")]
 

@@ -95,9 +95,14 @@ def test_matrices_of_other_types_have_their_own_inputs(native: Native) -> None:
 # Models
 
 TINY: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 TOKENS = list(range(3, 60))
 
 
@@ -120,9 +125,13 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
 def test_a_model_quantized_while_loading(kind: str, tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**TINY) if kind == "dense" else transformers.Qwen3MoeConfig(
-        **TINY, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-    )  # fmt: skip
+    config = (
+        transformers.LlamaConfig(**TINY)
+        if kind == "dense"
+        else transformers.Qwen3MoeConfig(
+            **TINY, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        )
+    )
     folder = make(tmp_path / "model", config)
     exact, eight = load(folder, dtype="float32", kernels="torch"), load(folder, quant="int8")
     off = (logits(eight) - logits(exact)).abs().max() / logits(exact).abs().max()

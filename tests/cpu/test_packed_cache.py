@@ -129,13 +129,31 @@ def test_layers_are_named_by_numbers_and_ranges() -> None:
             parse_layers(text, 30)
 
 
-LLAMA = {"model_type": "llama", "vocab_size": 40, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
-LATENT = {"model_type": "deepseek_v2", "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-          "kv_lora_rank": 16, "q_lora_rank": None, "first_k_dense_replace": 4, "n_routed_experts": 8,
-          "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-          "n_shared_experts": 1}  # fmt: skip
+LATENT = {
+    "model_type": "deepseek_v2",
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 4,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
 
 
 def build(config: dict[str, Any], **settings: Any) -> Any:

@@ -31,10 +31,17 @@ from tests.cpu.families.harness import draw_wide
 
 VOCAB = 96
 TINY: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**TINY),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
@@ -305,7 +312,7 @@ BAD = {
     "blocks": (["--to", "Q8_0", "--keep", "q_proj=Q4_K", "--out", "OUT"], "whole blocks of Q4_K"),
     "imatrix": (["--to", "Q8_0", "--imatrix", "missing.txt", "--out", "OUT"], "can't be read"),
     "compare": (["--to", "Q8_0", "--compare", "Q8_0"], "writes no result"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)

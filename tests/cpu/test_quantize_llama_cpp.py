@@ -39,8 +39,14 @@ def library() -> Any:
     made = ctypes.CDLL(str(Path(found.origin).parent / "lib" / "libggml-base.so"))
     made.ggml_quantize_chunk.restype = ctypes.c_size_t
     made.ggml_quantize_chunk.argtypes = (
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
-    )  # fmt: skip
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    )
     return made
 
 

@@ -47,14 +47,17 @@ def accepts(tag: dict[str, Any], text: str) -> bool:
 @pytest.mark.parametrize(
     "tag,good,bad",
     [
-        (LEGACY, ["no call", 'a <function=weather>{"city": "Aix"}</function> b', "<function=now>{}</function>"],
-         ["<function=other>{}</function>", '<function=weather>{"town": "Aix"}</function>', "<function=now>{}"]),
+        (
+            LEGACY,
+            ["no call", 'a <function=weather>{"city": "Aix"}</function> b', "<function=now>{}</function>"],
+            ["<function=other>{}</function>", '<function=weather>{"town": "Aix"}</function>', "<function=now>{}"],
+        ),
         (FORMAT, ["<b>x</b>!", "<b></b>!"], ["<b>x</b>", "x!"]),
         (EITHER, ["123", "none"], ["", "nonee", "x"]),
         (LISTED, ["<b>x</b>", "<b>x</b>,<b>y</b>"], ["", "<b>x</b>,", "<b>x</b> <b>y</b>"]),
         (NESTED, ["one <b>x</b> two", "<b>x</b>"], ["none", "<bad>"]),
     ],
-)  # fmt: skip
+)
 def test_what_is_let_through(tag: dict[str, Any], good: list[str], bad: list[str]) -> None:
     for text in good:
         assert accepts(tag, text), text

@@ -42,14 +42,23 @@ class ThreadRanks:
             for communicator in make_group(tp, SECONDS):
                 self.communicators.append(communicator)
                 model = load(
-                    folder, page_tokens, communicator=communicator, stage=Stage(stage, pp), whole_experts=ep > 1, **how)
+                    folder, page_tokens, communicator=communicator, stage=Stage(stage, pp), whole_experts=ep > 1, **how
+                )
                 self.models.append(model)
         self._open: list[Engine] = []
 
     def engine(self, *, late: bool = False, drafter: Any = None, **knobs: Any) -> Engine:
         """Returns an engine whose workers are these ranks."""
-        knobs = {"max_rows": 16, "max_batch_tokens": 64, "num_pages": 600, "page_tokens": PAGE_TOKENS,
-                 "step_target_ms": 0, "speculate": "off", "pp": self.pp, **knobs}  # fmt: skip
+        knobs = {
+            "max_rows": 16,
+            "max_batch_tokens": 64,
+            "num_pages": 600,
+            "page_tokens": PAGE_TOKENS,
+            "step_target_ms": 0,
+            "speculate": "off",
+            "pp": self.pp,
+            **knobs,
+        }
         config = override_config(Config(), knobs)
         agreement = Agreement(len(self.models))
         links = [ThreadLink(rank, SECONDS) for rank in range(len(self.models))]

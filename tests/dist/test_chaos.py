@@ -16,9 +16,33 @@ KINDS = ("rank_kill", "rank_stop", "sample", "mask", "forward")
 
 @pytest.mark.parametrize("mesh", [("--tp", "2"), pytest.param(("--pp", "2"), marks=pytest.mark.slow)])
 def test_a_lost_rank_costs_no_token(mesh: tuple[str, str]) -> None:
-    command = [sys.executable, "-m", "quire", "chaos", "--model", "tiny", *mesh, "--minutes", "0.05", "--streams", "4",
-               "--deterministic", "--threads", "1", "--max-tokens", "24", "--kinds", ",".join(KINDS), "--faults", "6",
-               "--hang-timeout", "120", "--hostile", "0", "--json"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "chaos",
+        "--model",
+        "tiny",
+        *mesh,
+        "--minutes",
+        "0.05",
+        "--streams",
+        "4",
+        "--deterministic",
+        "--threads",
+        "1",
+        "--max-tokens",
+        "24",
+        "--kinds",
+        ",".join(KINDS),
+        "--faults",
+        "6",
+        "--hang-timeout",
+        "120",
+        "--hostile",
+        "0",
+        "--json",
+    ]
     env = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=400)
     assert done.stdout, done.stderr[-3000:]

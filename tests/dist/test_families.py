@@ -11,8 +11,21 @@ from tests.cpu.families.harness import Case, all_families
 from tests.dist.rig import GroupCase, family_named
 
 # Dense with and without a tied head, windows, wide and per-head norms of queries, mixtures, latents, hybrids.
-FAMILIES = ("llama", "qwen3", "gemma2", "olmo2", "gpt_neox", "cohere", "mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3",
-            "qwen3_next", "nemotron_h", "bamba")  # fmt: skip
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "olmo2",
+    "gpt_neox",
+    "cohere",
+    "mixtral",
+    "gpt_oss",
+    "qwen3_moe",
+    "deepseek_v3",
+    "qwen3_next",
+    "nemotron_h",
+    "bamba",
+)
 EVERY = ("chunks", "depth 2, swap")
 IN_FULL = ("chunks", "warm prefix", "swap", "recompute", "host memory", "depth 2", "depth 2, swap", "speculation")
 WITH_EXPERTS = ("mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3")  # biased experts, a shared expert

@@ -108,14 +108,19 @@ def test_the_number_of_stages_is_that_of_the_nodes(tmp_path: Path, folder: Path)
         ([NODE.format(1, 7600)], "", "s" * 32, r"needs at least two \[\[node\]\] tables"),
         ([NODE.format(1, 7600)] * 2, "", "s" * 32, r"Nodes 0 and 1 of .* have the same address, 127\.0\.0\.1:7600"),
         ([NODE.format(1, 7600), NODE.format(1, 7601)], "", "s" * 32, "the same address, 127.0.0.1:7601"),
-        ([NODE.format(1, 7600), NODE.format(2, 70000)], "", "s" * 32, "Node 1 of .* needs a port from 1 to 65534, not 70000"),
+        (
+            [NODE.format(1, 7600), NODE.format(2, 70000)],
+            "",
+            "s" * 32,
+            "Node 1 of .* needs a port from 1 to 65534, not 70000",
+        ),
         ([NODE.format(1, 7600), "[[node]]\nadress = 'x'\n"], "", "s" * 32, "unknown key 'adress', perhaps 'address'"),
         ([NODE.format(1, 7600), "[[node]]\nport = 3\n"], "", "s" * 32, "Node 1 of .* has no address"),
         ([NODE.format(1, 7600), NODE.format(2, 7600)], "axes = 3\n", "s" * 32, "unknown key 'axes'"),
         ([NODE.format(1, 7600), NODE.format(2, 7600)], "", "short", "has 5 bytes, fewer than 16"),
         (["[["], "", "s" * 32, "can't be read"),
     ],
-)  # fmt: skip
+)
 def test_bad_topologies(nodes: list[str], head: str, secret: str, what: str, tmp_path: Path) -> None:
     with pytest.raises(QuireError, match=what) as error:
         read_topology(write_topology(tmp_path, *nodes, head=head, secret=secret))

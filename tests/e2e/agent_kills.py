@@ -71,8 +71,15 @@ def kill_and_resume(folder: Path, number: int, events: int | None) -> KilledSess
         shown = _kill(_command(server.url, "--tools", "read_file", "--stream-json"), folder, events)
     with transcript_server(["I go on"]) as server:
         command = _command(server.url, "--tools", "none", "--resume", shown[0]["thread_id"])
-        done = subprocess.run(command, cwd=project, env=_environment(folder), stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=300)  # fmt: skip
+        done = subprocess.run(
+            command,
+            cwd=project,
+            env=_environment(folder),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
     if done.returncode or done.stdout != "I go on\n":
         return KilledSession(len(shown), 0, f"it can't go on: {done.stdout!r} {done.stderr[-500:]!r}")
     sent = server.asked[0]["messages"]
@@ -112,8 +119,15 @@ def _kill(command: list[str], folder: Path, events: int | None) -> list[dict[str
     def is_due(data: bytes) -> bool:
         return b'"in_progress"' in data if events is None else data.count(b"\n") >= events
 
-    process = subprocess.Popen(command, cwd=folder / "project", env=_environment(folder), stdin=subprocess.DEVNULL,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pipesize=PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=folder / "project",
+        env=_environment(folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pipesize=PIPE,
+    )
     assert process.stdout is not None
     data = b""
     try:

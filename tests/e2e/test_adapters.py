@@ -36,10 +36,33 @@ class Served:
             name: save_adapter(reference, folder / "loras" / name, names, rank=rank, seed=rank, spread=0.2)
             for name, rank in (("one", 4), ("two", 6), ("other", 3))
         }
-        command = [sys.executable, "-m", "quire", "serve", str(self.model), "--port", "0", "--api-key", "key",
-                   "--admin-key", ADMIN_KEY, "--threads", "1", "--dtype", "float32", "--num-pages", "400",
-                   "--host-memory", "0", "--served-model-name", "tiny", "--adapter", f"one={self.loras['one']}",
-                   "--adapter-dir", str(folder / "loras")]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "quire",
+            "serve",
+            str(self.model),
+            "--port",
+            "0",
+            "--api-key",
+            "key",
+            "--admin-key",
+            ADMIN_KEY,
+            "--threads",
+            "1",
+            "--dtype",
+            "float32",
+            "--num-pages",
+            "400",
+            "--host-memory",
+            "0",
+            "--served-model-name",
+            "tiny",
+            "--adapter",
+            f"one={self.loras['one']}",
+            "--adapter-dir",
+            str(folder / "loras"),
+        ]
         self.started: Started = start(command)
 
     def client(self, key: str = "key") -> Any:

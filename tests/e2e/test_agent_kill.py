@@ -68,8 +68,20 @@ def test_after_a_kill_only_new_tokens_are_computed_where_the_cache_was_kept(tmp_
     project = tmp_path / "project"
     project.mkdir()
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    base = [sys.executable, "-m", "quire", "chat", "--model", str(model), "--tools", "none", "--max-model-len", "4096",
-            "--cache-dir", str(tmp_path / "cache")]  # fmt: skip
+    base = [
+        sys.executable,
+        "-m",
+        "quire",
+        "chat",
+        "--model",
+        str(model),
+        "--tools",
+        "none",
+        "--max-model-len",
+        "4096",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
 
     def ask(text: str, *more: str) -> dict[str, int]:
         argv = [*base, "-p", text, "--json", "--max-tokens", "8", *more]
@@ -99,6 +111,8 @@ def test_after_a_kill_only_new_tokens_are_computed_where_the_cache_was_kept(tmp_
     assert second["cached_input_tokens"] >= first["input_tokens"] // LINK * LINK
     record = json.loads(next((tmp_path / "state").rglob("*.jsonl")).read_text().splitlines()[0])
     assert record["type"] == "session"
-    texts = [json.loads(line).get("message", {}).get("content") or ""
-             for line in next((tmp_path / "state").rglob("*.jsonl")).read_text().splitlines()]  # fmt: skip
+    texts = [
+        json.loads(line).get("message", {}).get("content") or ""
+        for line in next((tmp_path / "state").rglob("*.jsonl")).read_text().splitlines()
+    ]
     assert any(text.startswith(said) for text in texts)

@@ -46,16 +46,20 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str
     if given := os.environ.get("LLAMA_PYTHON"):
         return given, {**os.environ, "PYTHONPATH": ""}
     if importlib.util.find_spec("llama_cpp") is None:
-        pytest.skip("llama-cpp-python is not installed: make an environment with 'llama-cpp-python[server]' and set "
-                    "LLAMA_PYTHON to its Python")  # fmt: skip
+        pytest.skip(
+            "llama-cpp-python is not installed: make an environment with 'llama-cpp-python[server]' and set "
+            "LLAMA_PYTHON to its Python"
+        )
     missing = [package for name, package in SERVER_PACKAGES.items() if importlib.util.find_spec(name) is None]
     folder = tmp_path_factory.mktemp("packages")
     if missing:
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *missing]
         done = subprocess.run(install, capture_output=True, text=True, timeout=300)
         if done.returncode:
-            pytest.skip(f"llama.cpp's server needs {', '.join(missing)}, which pip could not fetch: install them, or "
-                        f"set LLAMA_PYTHON: {done.stderr.strip()[-200:]}")  # fmt: skip
+            pytest.skip(
+                f"llama.cpp's server needs {', '.join(missing)}, which pip could not fetch: install them, or "
+                f"set LLAMA_PYTHON: {done.stderr.strip()[-200:]}"
+            )
     return sys.executable, {**os.environ, "PYTHONPATH": str(folder)}
 
 
@@ -64,9 +68,27 @@ def url(launch: tuple[str, dict[str, str]], model_here: None) -> Iterator[str]:
     from quire.files.source import resolve_model
 
     python, env = launch
-    command = [python, "-m", "llama_cpp.server", "--model", str(resolve_model("smollm2").path), "--port", "0",
-               "--host", "127.0.0.1", "--n_ctx", str(CONTEXT), "--n_threads", "1", "--n_threads_batch", "1",
-               "--chat_format", "chatml-function-calling", "--verbose", "false"]  # fmt: skip
+    command = [
+        python,
+        "-m",
+        "llama_cpp.server",
+        "--model",
+        str(resolve_model("smollm2").path),
+        "--port",
+        "0",
+        "--host",
+        "127.0.0.1",
+        "--n_ctx",
+        str(CONTEXT),
+        "--n_threads",
+        "1",
+        "--n_threads_batch",
+        "1",
+        "--chat_format",
+        "chatml-function-calling",
+        "--verbose",
+        "false",
+    ]
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     said: list[str] = []
     try:
@@ -88,8 +110,9 @@ def quire_chat(url: str, folder: Path, prompt: str, *more: str) -> dict[str, Any
     env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1"}
     (folder / "project").mkdir(exist_ok=True)
     argv = [sys.executable, "-m", "quire", "chat", "-p", prompt, "--url", url, "--json", "--temperature", "0", *more]
-    done = subprocess.run(argv, cwd=folder / "project", env=env, capture_output=True, text=True, timeout=500,
-                          stdin=subprocess.DEVNULL)  # fmt: skip
+    done = subprocess.run(
+        argv, cwd=folder / "project", env=env, capture_output=True, text=True, timeout=500, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     said: dict[str, Any] = json.loads(done.stdout)
     return said
@@ -107,8 +130,9 @@ def test_answers_are_the_servers_and_the_next_one_knows_the_last(url: str, tmp_p
     assert [one["role"] for one in messages] == ["system", "user", "assistant", "user", "assistant"]
     for place, said in ((2, first), (4, second)):
         body = {"messages": messages[:place], "temperature": 0, "max_tokens": 24}
-        request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})  # fmt: skip
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=300) as reply:
             alone = json.load(reply)["choices"][0]["message"]["content"]
         assert said["status"] == "completed" and said["text"] == messages[place]["content"] == alone != ""
@@ -143,9 +167,12 @@ def test_files_are_written_edited_and_a_test_is_run(url: str, tmp_path: Path) ->
     engine = GuidedRemoteEngine(url)
     engine.steps = list(STEPS)
     options = AgentOptions(
-        project, ["shell", "write_file", "edit_file"], allow=["*"], sessions=tmp_path / "sessions",
+        project,
+        ["shell", "write_file", "edit_file"],
+        allow=["*"],
+        sessions=tmp_path / "sessions",
         sampling={"temperature": 0.0, "max_tokens": 200},
-    )  # fmt: skip
+    )
     with open_agent(engine, options) as agent:
         outcome = agent.take("Write calc.py and check it.")
         assert outcome.status == "completed", outcome.error

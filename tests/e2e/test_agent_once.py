@@ -75,8 +75,14 @@ def test_a_task_is_done_and_only_the_answer_is_on_stdout(run: Run, project: Path
     assert first[1]["content"] == "Write a.py\n\n<stdin>\nsome context\n</stdin>"
     assert last[-1]["role"] == "tool" and last[-1]["content"] == "42"
     assert {tool["function"]["name"] for tool in server.asked[0]["tools"]} == {
-        "shell", "python", "read_file", "write_file", "edit_file", "list", "search"
-    }  # fmt: skip
+        "shell",
+        "python",
+        "read_file",
+        "write_file",
+        "edit_file",
+        "list",
+        "search",
+    }
 
 
 @linux
@@ -87,8 +93,10 @@ def test_events_are_lines_of_json_and_nothing_is_approved_by_itself(run: Run, pr
     events = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and not (project / "made").exists()
     assert [events[0]["type"], events[1]["type"], events[-1]["type"]] == [
-        "thread.started", "turn.started", "turn.completed"
-    ]  # fmt: skip
+        "thread.started",
+        "turn.started",
+        "turn.completed",
+    ]
     done = next(event["item"] for event in events if event["type"] == "item.completed" and "tool" in event["item"])
     assert (
         done["type"] == "command_execution" and done["status"] == "failed" and "--yes was not given" in done["output"]
@@ -118,8 +126,14 @@ def test_exit_codes(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         server.answers[:] = [bad, bad, bad]
         code, out, _ = run(server, "go", "--json")
         assert code == 1 and json.loads(out)["error_code"] == "malformed_calls"
-        for argv in (("--json", "--stream-json"), ("--max-turns", "0"), ("--tools", "hammer"), ("--allow", "a b c"),
-                     ("--continue", "--resume", "x"), ("--folder", "/no/such")):  # fmt: skip
+        for argv in (
+            ("--json", "--stream-json"),
+            ("--max-turns", "0"),
+            ("--tools", "hammer"),
+            ("--allow", "a b c"),
+            ("--continue", "--resume", "x"),
+            ("--folder", "/no/such"),
+        ):
             code, out, err = run(server, "go", *argv)
             assert (code, out) == (2, "") and err.count("\n") == 1, argv
         assert run(server, "  ")[0] == 2

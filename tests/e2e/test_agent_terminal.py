@@ -34,8 +34,21 @@ class TmuxTerminal:
         variables = {"PATH": os.environ["PATH"], "HOME": str(self._folder), "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8"}
         words = ["env", "-i", *(f"{name}={value}" for name, value in variables.items()), "TERM=xterm-256color"]
         command = shlex.join([*words, sys.executable, "-m", "quire", "chat", *argv]) + "; echo left with $?; sleep 600"
-        self._tmux("-f", "/dev/null", "new-session", "-d", "-s", "main", "-x", "100", "-y", "40", "-c",
-                   str(self._project), command)  # fmt: skip
+        self._tmux(
+            "-f",
+            "/dev/null",
+            "new-session",
+            "-d",
+            "-s",
+            "main",
+            "-x",
+            "100",
+            "-y",
+            "40",
+            "-c",
+            str(self._project),
+            command,
+        )
 
     def type(self, text: str, *keys: str) -> None:
         if text:

@@ -12,9 +12,27 @@ import pytest
 
 from tests.e2e.conftest import MISSING, ROOT
 
-KINDS = ("kill", "forward", "sample", "wait", "mask", "memory", "frame_foreign", "order_doubled", "poison_raise",
-         "poison_nonfinite", "poison_detokenize", "hang_up", "vanish", "hostile", "cache_full", "cache_readonly",
-         "cache_slow", "cache_vanished", "cache_damaged")  # fmt: skip
+KINDS = (
+    "kill",
+    "forward",
+    "sample",
+    "wait",
+    "mask",
+    "memory",
+    "frame_foreign",
+    "order_doubled",
+    "poison_raise",
+    "poison_nonfinite",
+    "poison_detokenize",
+    "hang_up",
+    "vanish",
+    "hostile",
+    "cache_full",
+    "cache_readonly",
+    "cache_slow",
+    "cache_vanished",
+    "cache_damaged",
+)
 
 
 def test_nothing_is_lost_whatever_happens() -> None:

@@ -81,8 +81,23 @@ def _without_end_tokens(folder: Path) -> Path:
 
 def test_ctrl_c_ends_the_answer_and_nothing_else(tmp_path: Path) -> None:
     folder = _without_end_tokens(make_tiny_llm(tmp_path / "model", max_position_embeddings=40_000))
-    command = [sys.executable, "-m", "quire", "chat", "--plain", "--model", str(folder), "--temperature", "1.5",
-               "--seed", "3", "--max-model-len", "40000", "--num-pages", "4000"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "chat",
+        "--plain",
+        "--model",
+        str(folder),
+        "--temperature",
+        "1.5",
+        "--seed",
+        "3",
+        "--max-model-len",
+        "40000",
+        "--num-pages",
+        "4000",
+    ]
     terminal = Terminal(command, tmp_path)
     try:
         terminal.until("Ctrl-D leaves")

@@ -107,8 +107,11 @@ def test_functions_of_the_older_api(http: Any) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
     old = [USER, whole["message"], {"role": "function", "name": "f", "content": "2"}]
     call = {"id": "call_1", "type": "function", "function": whole["message"]["function_call"]}
-    new = [USER, {"role": "assistant", "content": "", "tool_calls": [call]},
-           {"role": "tool", "name": "f", "content": "2", "tool_call_id": "call_1"}]  # fmt: skip
+    new = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": "2", "tool_call_id": "call_1"},
+    ]
     tools = [{"type": "function", "function": F}]
     shown = [
         http.post("/v1/chat/render", json={"messages": messages, "tools": tools}).json() for messages in (old, new)

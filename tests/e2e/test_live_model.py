@@ -37,9 +37,27 @@ def served(model_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     generator = torch.Generator().manual_seed(1)
     changed = {name: one + 0.05 * torch.randn(one.shape, generator=generator) for name, one in tensors.items()}
     save_file(changed, second / "model.safetensors", {"format": "pt"})
-    command = [sys.executable, "-m", "quire", "serve", str(first), "--port", "0", "--admin-key", ADMIN_KEY,
-               "--threads", "1", "--dtype", "float32", "--num-pages", "800", "--host-memory", "0",
-               "--served-model-name", "tiny"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        str(first),
+        "--port",
+        "0",
+        "--admin-key",
+        ADMIN_KEY,
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--num-pages",
+        "800",
+        "--host-memory",
+        "0",
+        "--served-model-name",
+        "tiny",
+    ]
     started = start(command)
     yield started, first, second
     started.stop()

@@ -114,7 +114,7 @@ def test_models(http: Any) -> None:
         ("generate", {"prompt": "a", "suffix": "b"}, 400, "unsupported_parameter", "suffix"),
         ("embed", {"input": "a", "dimensions": 0}, 400, "invalid_value", "dimensions"),
     ],
-)  # fmt: skip
+)
 def test_errors(http: Any, path: str, fields: dict[str, Any], status: int, code: str, param: str) -> None:
     body = fields if path == "show" else {"model": "parrot", **fields}
     reply = http.post(f"/api/{path}", json=body)

@@ -163,13 +163,38 @@ def test_samples_and_logprobs(tiny: Started) -> None:
         assert refused["error"]["param"] == "prompt_logprobs"
 
 
-BAD = [("temperature", -1), ("top_p", 2), ("top_k", -2), ("min_p", 3), ("top_n_sigma", -1), ("repetition_penalty", 0),
-       ("presence_penalty", 1e9), ("frequency_penalty", -1e9), ("dry_multiplier", -1), ("dry_base", 0.5),
-       ("dry_allowed_len", 0), ("dry_range", -1), ("dry_breakers", [""]), ("logit_bias", {"x": 1}),
-       ("bad_words", [""]), ("stop", [""]), ("stop_token_ids", [-1]), ("include_stop", "yes"), ("ignore_eos", 1),
-       ("min_tokens", -1), ("max_tokens", 0), ("seed", 1.5), ("skip_special_tokens", "no"), ("priority", 5000),
-       ("timeout", 0), ("cache_salt", "x" * 257), ("speculate", "no"),
-       ("repeat_penalty", 0), ("include_stop_str_in_output", "yes"), ("cache_prompt", False)]  # fmt: skip
+BAD = [
+    ("temperature", -1),
+    ("top_p", 2),
+    ("top_k", -2),
+    ("min_p", 3),
+    ("top_n_sigma", -1),
+    ("repetition_penalty", 0),
+    ("presence_penalty", 1e9),
+    ("frequency_penalty", -1e9),
+    ("dry_multiplier", -1),
+    ("dry_base", 0.5),
+    ("dry_allowed_len", 0),
+    ("dry_range", -1),
+    ("dry_breakers", [""]),
+    ("logit_bias", {"x": 1}),
+    ("bad_words", [""]),
+    ("stop", [""]),
+    ("stop_token_ids", [-1]),
+    ("include_stop", "yes"),
+    ("ignore_eos", 1),
+    ("min_tokens", -1),
+    ("max_tokens", 0),
+    ("seed", 1.5),
+    ("skip_special_tokens", "no"),
+    ("priority", 5000),
+    ("timeout", 0),
+    ("cache_salt", "x" * 257),
+    ("speculate", "no"),
+    ("repeat_penalty", 0),
+    ("include_stop_str_in_output", "yes"),
+    ("cache_prompt", False),
+]
 
 
 def test_every_field_is_checked(ask: Api) -> None:

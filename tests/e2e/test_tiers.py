@@ -25,9 +25,30 @@ def model(tmp_path_factory: pytest.TempPathFactory, model_here: None) -> Path:
 
 
 def serve(model: Path, cache: Path, *flags: str) -> Started:
-    command = [sys.executable, "-m", "quire", "serve", str(model), "--port", "0", "--api-key", "one,two",
-               "--admin-key", ADMIN_KEY, "--threads", "1", "--dtype", "float32", "--num-pages", "100",
-               "--host-memory", "16MiB", "--cache-dir", str(cache), *flags]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--api-key",
+        "one,two",
+        "--admin-key",
+        ADMIN_KEY,
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--num-pages",
+        "100",
+        "--host-memory",
+        "16MiB",
+        "--cache-dir",
+        str(cache),
+        *flags,
+    ]
     return start(command)
 
 

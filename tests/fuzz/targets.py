@@ -139,10 +139,15 @@ class WireToEngine(Fuzzed):
         """One of every kind in this direction."""
         params = SamplingParams(temperature=0.5, stop=("a",), logit_bias=((3, 1.0),), max_tokens=4).resolve()
         request = Request("r", [1, 2, 3], 3, params, 7, frozenset({2}), 5, grammar=GrammarSpec("regex", "a+"))
-        return [wire.Start({"model": "x"}), wire.submit_message([request]), wire.CancelMany(["a", "b"]),
-                wire.StopEngine(), wire.IntegrityCheck(4),
-                SessionCommand(1, "save", "s", "o", [1, 2], b"s", 60.0, "[]"),
-                ControlCommand(1, "load_adapter", {"name": "a", "pin": True})]  # fmt: skip
+        return [
+            wire.Start({"model": "x"}),
+            wire.submit_message([request]),
+            wire.CancelMany(["a", "b"]),
+            wire.StopEngine(),
+            wire.IntegrityCheck(4),
+            SessionCommand(1, "save", "s", "o", [1, 2], b"s", 60.0, "[]"),
+            ControlCommand(1, "load_adapter", {"name": "a", "pin": True}),
+        ]
 
     def make(self, rng: random.Random) -> bytes:
         payload = rng.choice(self._seeds)
@@ -164,9 +169,16 @@ class WireFromEngine(WireToEngine):
     @staticmethod
     def messages() -> list[Any]:
         end = Delta("a", [1], finish_reason=FinishReason.STOP, usage=Usage(1, 0, 1))
-        return [wire.EngineReady(9, 9, [2], {}, "m", "f", {}, {}), wire.Failed("c", "w"), wire.Beat(steps=3),
-                wire.deltas_message([end]), wire.Fault("k", "w", ["a"]), wire.IntegrityReport(1, None, 0, 0),
-                SessionReply(1, SessionInfo("s", 2, 1, 8, 0.0, 1.0)), ControlReply(1, {"name": "a"})]  # fmt: skip
+        return [
+            wire.EngineReady(9, 9, [2], {}, "m", "f", {}, {}),
+            wire.Failed("c", "w"),
+            wire.Beat(steps=3),
+            wire.deltas_message([end]),
+            wire.Fault("k", "w", ["a"]),
+            wire.IntegrityReport(1, None, 0, 0),
+            SessionReply(1, SessionInfo("s", 2, 1, 8, 0.0, 1.0)),
+            ControlReply(1, {"name": "a"}),
+        ]
 
     def run(self, case: bytes) -> None:
         payload = FrameReader(wire.MARK).open(case)

@@ -23,13 +23,33 @@ from quire import LLM, SamplingParams
 from quire.bench.workloads import draw_workload
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 151645,
-}  # fmt: skip
-TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-        "num_key_value_heads": 2, "vocab_size": 512, "eos_token_id": 2}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "eos_token_id": 2,
+}
 
 
 def nearly(tokens: Sequence[int], rng: random.Random) -> tuple[int, ...]:
@@ -104,8 +124,10 @@ def main() -> None:
         if not args.skip_ragged:
             jobs = draw_workload("ragged256", 0)
             if args.tiny:
-                jobs = [replace(job, tokens=[t % 500 for t in job.tokens[:40]],
-                                params=replace(job.params, max_tokens=20)) for job in jobs[:20]]  # fmt: skip
+                jobs = [
+                    replace(job, tokens=[t % 500 for t in job.tokens[:40]], params=replace(job.params, max_tokens=20))
+                    for job in jobs[:20]
+                ]
             params = [job.params for job in jobs]
             tokens = [job.tokens for job in jobs]
             compare("ragged256", sides, tokens, {"off": params, "on": params}, max(args.turns - 1, 1))

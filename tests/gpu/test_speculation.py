@@ -113,8 +113,10 @@ def test_prepared_graphs_are_replayed_for_every_step_with_drafts() -> None:
 
         mixed.run, graphs.fits = seen, fits
         same_streams(run(engine, PROMPTS, PARAMS), expected, f"{shape}: prepared")
-        print(f"{shape}: {graphs.num_replayed} replayed, {graphs.num_eager} missed; "
-              f"{sum(beside)} of {len(beside)} beside prompts")  # fmt: skip
+        print(
+            f"{shape}: {graphs.num_replayed} replayed, {graphs.num_eager} missed; "
+            f"{sum(beside)} of {len(beside)} beside prompts"
+        )
         assert graphs.num_replayed > 10 and graphs.num_eager == 0 and not too_large, shape
 
 
@@ -139,8 +141,13 @@ def test_a_draft_model_on_the_device() -> None:
     expected = run(make_engine(model, device=DEVICE, **PAGED), PROMPTS, PARAMS)
     draft = LoadedDraft("draft", DraftModel(model, "draft"), 0)
     with patch.object(StepCosts, "seconds", lambda self, num_tokens, num_keys: 1 + 0.01 * num_tokens):
-        engine = make_engine(model, device=DEVICE, draft=draft, drafter=make_drafter("draft:x", "draft"),
-                             **{**PAGED, "speculate": "draft:x"})  # fmt: skip
+        engine = make_engine(
+            model,
+            device=DEVICE,
+            draft=draft,
+            drafter=make_drafter("draft:x", "draft"),
+            **{**PAGED, "speculate": "draft:x"},
+        )
         same_streams(run(engine, PROMPTS, PARAMS), expected, "its own draft model")
     counts = engine.scheduler._drafts.drafter.stats().by_name("draft")
     print(f"{sum(counts.accepted)} of {sum(counts.verified)} drafts accepted")

@@ -16,10 +16,10 @@ Meant = tuple[str, dict[str, Any]]
 CALLS: tuple[Meant, ...] = (
     ("shell", {"command": "ls -la src | grep 'a b' && echo \"done\""}),
     ("read_file", {"path": "src/main.py", "start": 3, "lines": 20}),
-    ("write_file", {"path": "notes/è.md", "content": "# Title\n\n- {\"a\": [1, 2]}\n- it's <b> & more\n"}),
+    ("write_file", {"path": "notes/è.md", "content": '# Title\n\n- {"a": [1, 2]}\n- it\'s <b> & more\n'}),
     ("edit_file", {"path": "calc.py", "old": "return a - b", "new": "return a + b", "all": True}),
     ("search", {"pattern": "def \\w+\\(", "path": "."}),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,12 @@ JSON_FORMS: dict[str, Callable[[Meant], str]] = {
     "harmony": _named("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
     "functionary": _named("", "\n", ""),
     "react": _named("Thought: I look.\nAction: ", "\nAction Input: ", "\nObservation:"),
-}  # fmt: skip
+}
 OTHER_FORMS: dict[str, Callable[[Meant], str]] = {
-    "qwen coder": lambda meant: (
-        f"<tool_call>\n{_tags(meant, 'function={}', 'parameter={}', 'function')}\n</tool_call>"
-    ),
+    "qwen coder": lambda meant: f"<tool_call>\n{_tags(meant, 'function={}', 'parameter={}', 'function')}\n</tool_call>",
     "minimax": lambda meant: (
-        "<minimax:tool_call>\n" + _tags(meant, 'invoke name="{}"', 'parameter name="{}"', "invoke")
+        "<minimax:tool_call>\n"
+        + _tags(meant, 'invoke name="{}"', 'parameter name="{}"', "invoke")
         + "\n</minimax:tool_call>"
     ),
     "invoke": lambda meant: (
@@ -114,7 +113,7 @@ OTHER_FORMS: dict[str, Callable[[Meant], str]] = {
     "glm": _arg_keys,
     "pythonic": lambda meant: f"<|tool_call_start|>[{_pythonic(meant)}]<|tool_call_end|>",
     "bare pythonic": lambda meant: f"[{_pythonic(meant)}]",
-}  # fmt: skip
+}
 FORMATS = {**JSON_FORMS, **OTHER_FORMS}
 
 # -- damages: (text, meant) -> (damaged text, what is meant now), or None where the damage does not apply

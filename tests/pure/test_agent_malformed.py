@@ -115,12 +115,12 @@ def test_arguments_of_a_call_that_a_server_has_read(arguments: str, expected: di
 
 def test_answers_that_are_no_calls_stay_text() -> None:
     for text in (
-        "Use `shell` with {\"command\": ...} for that.",
+        'Use `shell` with {"command": ...} for that.',
         '```json\n{"name": "Ada", "age": 36}\n```',
         json.dumps({"name": "quire", "version": "0.1.0"}),
         "def read_file(path):\n    return open(path).read()",
         "search(pattern) looks for a pattern.",
         "The file holds:\n\n```\nshell: bash\n```\n",
-    ):  # fmt: skip
+    ):
         reading = read_answer(ModelAnswer(text), TOOLS)
         assert not reading.calls and not reading.problem, text

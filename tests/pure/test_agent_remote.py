@@ -96,8 +96,9 @@ def test_an_answer_with_reasoning_text_calls_and_usage(served: Served) -> None:
     answer = ask(RemoteEngine(served.url), tools=[TOOL])
     assert (answer.content, answer.reasoning, answer.finish_reason) == ("I look.", "hm", "tool_calls")
     assert [(call.id, call.name, call.arguments) for call in answer.calls] == [
-        ("c1", "read_file", '{"path": "a"}'), ("c2", "read_file", "{}")
-    ]  # fmt: skip
+        ("c1", "read_file", '{"path": "a"}'),
+        ("c2", "read_file", "{}"),
+    ]
     assert (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == (9, 5, 4)
     assert served.bodies[0]["tools"][0]["function"]["strict"] is True
 

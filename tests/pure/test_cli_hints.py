@@ -18,9 +18,23 @@ PACKAGE = Path(quire.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 COMMAND = re.compile(r"\bquire (?P<name>[a-z]+)(?P<rest>[^`;,.:]*)")
 FOREIGN = re.compile(r"\bpip install [^`,]*")  # flags of another program
-OPENS_MODELS = ("run", "chat", "serve", "doctor", "bench offline", "bench batch", "bench latency", "bench start",
-                "bench gap", "bench growth", "bench compare-llama-cpp", "bench quality",
-                "bench speculation", "bench tiers", "bench adapters")  # fmt: skip
+OPENS_MODELS = (
+    "run",
+    "chat",
+    "serve",
+    "doctor",
+    "bench offline",
+    "bench batch",
+    "bench latency",
+    "bench start",
+    "bench gap",
+    "bench growth",
+    "bench compare-llama-cpp",
+    "bench quality",
+    "bench speculation",
+    "bench tiers",
+    "bench adapters",
+)
 BENCH = {  # file or folder of `quire/bench` -> its benchmark; the others serve all that open a model
     "bench/agent": "agent",
     "bench/online/compare.py": "compare",

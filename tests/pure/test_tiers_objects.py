@@ -27,8 +27,9 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
-    boto3.client("s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="a",
-                 aws_secret_access_key="b").create_bucket(Bucket="quire")  # fmt: skip
+    boto3.client(
+        "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
+    ).create_bucket(Bucket="quire")
     for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("REGION", "us-east-1"), ("ENDPOINT", url)):
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")

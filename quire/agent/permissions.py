@@ -52,7 +52,7 @@ class Permissions:
 
     allow: Sequence[str] = ()  # such as `shell(git status*)`, `edit_file`, `mcp__files__*`
     yes: bool = False  # all that runs inside the sandbox is allowed
-    ask: AskUser | None = None  # None: nobody can be asked
+    ask: AskUser | None = None  # None: no terminal for questions
     remembered: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

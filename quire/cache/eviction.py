@@ -1,7 +1,7 @@
 """What is evicted first from the prefix tree, as a policy: least recently used, or least worth recomputing.
 
-The tree evicts the unit of the lowest value, after what nobody is expected to use again and before what is pinned. A
-value may change only when a node is used, since the tree keeps its units in heaps.
+The tree first evicts units that are not expected to be used again, then others by ascending value, and pinned ones
+last. A value may change only when a node is used, since the tree keeps its units in heaps.
 """
 
 from __future__ import annotations

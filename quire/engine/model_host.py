@@ -1,4 +1,4 @@
-"""What the engine asks of whoever holds its model: other weights, another precision, none for a while.
+"""The protocol between the engine and the owner of its model: change the weights, change the precision, release them.
 
 Every change is one act: hold the engine until no step is in flight, build the new weights aside, prove them, replace
 the model, and name a new version of the weights, so that no prefix of the old one is found again. `Controls` runs the

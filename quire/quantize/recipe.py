@@ -165,7 +165,7 @@ def choose_types(
 ) -> dict[str, str]:
     """Returns the type of each matrix, so that all of them together have at most `bits` a weight.
 
-    Begins with the smallest type everywhere, and spends what is left where the error falls most for a bit.
+    Starts from the smallest type for every matrix, then upgrades the one whose error falls most per added bit.
     `error_of`: a matrix and a type -> what the error costs.
     """
     matrices = [tensor for tensor in tensors if tensor.is_quantizable]

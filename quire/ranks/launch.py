@@ -174,7 +174,7 @@ class LocalRanks:
         self._generation += 1
         for memory in self._memories:
             for index in range(self._mesh.tp):
-                memory.end(index)  # whoever waits for a rank stops waiting
+                memory.end(index)  # ends the waits of other ranks for this one
         paths = self._make_memories()
         try:
             told = [rank for rank in self._ranks if self._tell(rank, _path_of(rank, paths))]

@@ -185,7 +185,7 @@ def listen(settings: ServerConfig) -> socket.socket:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """A listening Unix socket that only this user can reach. A socket that nobody listens on is replaced."""
+    """A listening Unix socket that only this user can reach. A stale socket, without a listener, is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket():

@@ -55,7 +55,7 @@ class Tool(Protocol):
 
     def preview(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult | None:
         """Returns what the call would change, before anyone is asked; None if that can't be told. An error means that
-        the call can't succeed, so nobody needs to be asked."""
+        the call can't succeed, and no approval is requested."""
         ...
 
     def run(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:

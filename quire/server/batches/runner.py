@@ -1,7 +1,7 @@
 """Answers the lines of batches in the engine's idle time, through the routes that answer clients.
 
-A line runs with the lowest priority, and only as many run as the engine has rows that nobody else uses. What a server
-refuses for a while (429, 503) is tried again.
+Lines run with the lowest priority, at most one for each idle row of the engine. Lines that the server refuses for a
+while (429, 503) are retried.
 """
 
 from __future__ import annotations

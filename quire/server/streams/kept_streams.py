@@ -38,7 +38,7 @@ class KeptStream:
 
     @property
     def was_left(self) -> bool:
-        """Whether nobody has read it for its time."""
+        """Whether it had no client for as long as it is kept."""
         return not self.num_readers and self.clock() - self.left_at > self.seconds
 
     @property

@@ -22,7 +22,7 @@ def start_reading(stream: KeptStream, run: GenerationRun, encoder: StreamEncoder
 
 
 async def _read(stream: KeptStream, run: GenerationRun, encoder: StreamEncoder, server: Server) -> None:
-    """Keep all events of a run. A stream that nobody resumes in time, or that is too large, is cancelled."""
+    """Keep all events of a run. A stream that is not resumed in time, or is too large, is cancelled."""
     server.reply_opened()
     try:
         stream.add(encoder.start())

@@ -150,9 +150,9 @@ void pack_tile(const Matrix& m, int64_t tile, const uint8_t* source, const int64
     const Layout layout = layout_of(m.form);
     const int64_t unit = unit_bytes(m.form) * m.lanes, step = source_unit_bytes(m.form);
     // Unit after unit, so that what is written stays in the first cache.
+    Unit read = {};  // once: zeros for every 32 columns would cost as much as packing them, and a form sets what it reads
     for (int64_t u = 0; u < m.columns / layout.columns; ++u, out += unit) {
         for (int lane = 0; lane < count; ++lane) {
-            Unit read = {};
             read_unit(m.form, rows[lane] + u * step, read);
             write_unit({layout, m.lanes, lane}, read, out);
         }
